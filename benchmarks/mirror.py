@@ -37,7 +37,7 @@ from kills import Count, Life, outcome, undisturbed, wait_and_kill, words_of
 from records import Column, Row, Values, finish, parser
 from torch import Tensor, nn
 
-from foundry.checkpoint.mirror import MainMirror, MirrorState
+from foundry.checkpoint.mirror.main import MainMirror, MirrorState
 from foundry.checkpoint.saver import Checkpointer
 from foundry.parallel.process_group import World
 from foundry.run_dir.lock import lock

@@ -21,8 +21,8 @@ from typing import IO, Any
 
 import xxhash
 
-from foundry.run_dir.checkpoints import MANIFEST, NAME, names_in, step_name
-from foundry.run_dir.files import UnsafeFileError, open_regular, read_text, sync_path
+from foundry.run_dir.checkpoints import MANIFEST, NAME, names_in, removed_path, step_name
+from foundry.run_dir.files import UnsafeFileError, open_regular, read_bytes, read_text, sync_path
 from foundry.run_dir.names import CHECKPOINTS
 
 FORMAT = 1
@@ -142,7 +142,16 @@ def write_json(path: Path, content: Any) -> FileFacts:
     Raises:
         ValueError: if a number is NaN or infinite.
     """
-    return write_durably(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    return write_durably(path, encode_json(content))
+
+
+def encode_json(content: Any) -> str:
+    """Return strict JSON as foundry writes it into checkpoints.
+
+    Raises:
+        ValueError: if a number is NaN or infinite.
+    """
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
 def publish(partial: Path, manifest: Manifest) -> Path:
@@ -160,21 +169,30 @@ def publish(partial: Path, manifest: Manifest) -> Path:
     Raises:
         ValueError: if a number in the manifest is NaN or infinite.
     """
+    return publish_encoded(partial, manifest.step, encode_manifest(manifest))
+
+
+def encode_manifest(manifest: Manifest) -> str:
+    """Return the content of a manifest's file.
+
+    Raises:
+        ValueError: if a number in the manifest is NaN or infinite.
+    """
     content = json.loads(json.dumps(asdict(manifest), allow_nan=False))  # with JSON's types, as they are read back
     # The checksum detects changes of the manifest itself.
-    write_json(partial / MANIFEST, {"checksum": _checksum_of_json(content), **content})
+    return encode_json({"checksum": _checksum_of_json(content), **content})
+
+
+def publish_encoded(partial: Path, step: int, manifest: str) -> Path:
+    """Publish a checkpoint as `publish` does, with the encoded manifest, which is the same on every disk."""
+    write_durably(partial / MANIFEST, manifest)
     sync_path(partial)
-    folder = partial.with_name(step_name(manifest.step))
+    folder = partial.with_name(step_name(step))
     if folder.exists():
         folder.rename(removed_path(folder))
     partial.rename(folder)
     sync_path(folder.parent)
     return folder
-
-
-def removed_path(folder: Path) -> Path:
-    """Return the temporary name of a checkpoint folder during its deletion."""
-    return folder.with_name(f".{folder.name}.removed")
 
 
 def link(folder: Path, name: str) -> None:
@@ -187,6 +205,15 @@ def link(folder: Path, name: str) -> None:
     fresh.symlink_to(folder.name)
     fresh.replace(folder.with_name(name))
     sync_path(folder.parent)
+
+
+def manifest_checksum(folder: Path) -> str:
+    """Return the 128-bit XXH3 of the file of a checkpoint's manifest.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    return xxhash.xxh3_128_hexdigest(read_bytes(folder / MANIFEST))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -288,10 +315,11 @@ def examine(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[Problem]
     except OSError as error:
         return [_unreadable(folder / MANIFEST, error)]
     names = sorted(manifest.files)[part::num_parts]
-    return [problem for name in names for problem in _file_problems(folder / name, manifest.files[name])]
+    return [problem for name in names for problem in file_problems(folder / name, manifest.files[name])]
 
 
-def _file_problems(path: Path, facts: FileFacts) -> Iterator[Problem]:
+def file_problems(path: Path, facts: FileFacts) -> Iterator[Problem]:
+    """Yield the problem of a file that is missing, differs from the manifest, or cannot be read."""
     try:
         with open_regular(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size

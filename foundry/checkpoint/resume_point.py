@@ -10,6 +10,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from foundry.checkpoint.exchange import find_newest
 from foundry.checkpoint.folder import CheckpointError, Manifest, list_put_aside, read_manifest
 from foundry.checkpoint.rng import seed_rng, set_rng_state
 from foundry.checkpoint.verification import find_damage_on_all_ranks, together, verify_newest
@@ -92,9 +93,9 @@ def _find_origin(resume: str, run_dir: Path, world: World) -> ResumePoint | None
         if names:
             raise ConfigError(Violation(_KEY, f"is never but {run_dir} has checkpoints; choose another hydra.run.dir"))
         return None
-    newest = verify_newest(run_dir, world)
+    newest = find_newest(run_dir, world)
     if newest is not None:
-        together(partial(_put_aside_newer, run_dir, newest if world.is_main else None), world)
+        together(partial(_put_aside_newer, run_dir, newest if world.leads_disk else None), world)
         return ResumePoint(newest, read_manifest(newest))
     if names:
         message = (

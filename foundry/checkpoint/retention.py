@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from foundry.checkpoint.folder import removed_path
+from foundry.run_dir.checkpoints import removed_path
 from foundry.run_dir.names import CHECKPOINTS
 
 

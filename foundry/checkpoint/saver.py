@@ -11,31 +11,34 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from foundry import __version__
+from foundry.checkpoint.exchange import find_damage, find_newest
 from foundry.checkpoint.folder import (
     CheckpointError,
     FileFacts,
     Manifest,
+    encode_manifest,
     link,
     partial_path,
     publish,
+    publish_encoded,
     read_manifest,
     write_durably,
     write_json,
 )
-from foundry.checkpoint.mirror import Mirror
+from foundry.checkpoint.mirror.thread import Mirror
 from foundry.checkpoint.retention import remove, remove_leftovers, to_remove
 from foundry.checkpoint.rng import rng_state
 from foundry.checkpoint.shard import Chunk, HostCopies, own_chunks, write_shard
-from foundry.checkpoint.tensor_index import INDEX, build_index
+from foundry.checkpoint.tensor_index import INDEX, build_index, merge_headers, read_header
 from foundry.checkpoint.tensors import collect, describe, restore_into
-from foundry.checkpoint.verification import find_damage_on_all_ranks, together, verify_newest
+from foundry.checkpoint.verification import together
 from foundry.core.duration import Interval
 from foundry.core.ema import WeightAverage
 from foundry.core.errors import ConfigError, Violation
@@ -98,7 +101,7 @@ class Checkpointer:
         """Prepare to save into a run directory; each save first deletes the remains of interrupted saves.
 
         Args:
-            run_dir: the run directory, on a file system that all ranks share.
+            run_dir: the run directory, shared by all ranks, or with the same path on the disks in `world.disks`.
             world: this rank and its process group.
             model: the wrapped model.
             ema: averaged weights; None if the run does not average weights.
@@ -112,7 +115,8 @@ class Checkpointer:
             keep_every_steps: checkpoints at multiples of this number of steps are kept permanently; None disables this
                 rule.
             strict: raise the error of a failed save at the next call of `write` or `finish`.
-            check_run_dir: called on rank 0 before a save writes anything; raises if the run directory is lost.
+            check_run_dir: called on rank 0, and on the leaders of other disks, before a save writes anything; raises if
+                the run directory is lost.
             alive: heartbeat for the watchdog, called as the save makes progress while training waits for it.
             mirror: thread that copies each checkpoint into a store; None for a run without a mirror.
         """
@@ -218,7 +222,7 @@ class Checkpointer:
             State of the trainer from that checkpoint; None if there is no intact checkpoint.
         """
         self.join()
-        folder = verify_newest(self.run_dir, self._world)
+        folder = find_newest(self.run_dir, self._world, self._alive)
         if folder is None:
             return None
         restore_into(
@@ -312,22 +316,28 @@ class Checkpointer:
             self.failed_saves += 1
             folder = self.run_dir / CHECKPOINTS / step_name(step)
             self._error = SaveError(f"no checkpoint of step {step} at {folder}: {error}")
-            if self._world.is_main:
+            if self._world.leads_disk:
                 shutil.rmtree(partial_path(self.run_dir, step), ignore_errors=True)
+            if self._world.is_main:
                 log.error("%s; earlier checkpoints are kept", self._error)
         self.seconds = time.perf_counter() - job.begin
 
     def _write(self, job: _Save) -> None:
         """Write a checkpoint in phases; a phase begins when all ranks have completed the previous one."""
-        exists = self._run_together(partial(self._on_main, self._prepare, job.manifest.step))[0]
+        exists = self._run_together(lambda: self._prepare(job.manifest.step) if self._world.leads_disk else None)[0]
         folder = self.run_dir / CHECKPOINTS / step_name(job.manifest.step)
-        if exists and not find_damage_on_all_ranks(folder, self._world, self._group):
-            self._run_together(partial(self._on_main, self._point_to, folder, job.is_best))
+        if exists and not find_damage(folder, self._world, self._group):
+            kept = self._from_main(partial(self._point_to, folder, job.is_best))
         else:
             files: dict[str, FileFacts] = {}
             for part in self._run_together(partial(self._write_files, job)):
                 files |= part
-            self._run_together(partial(self._on_main, self._publish, job, files))
+            if self._world.disks is None:
+                kept = self._from_main(partial(self._publish, job, files))
+            else:
+                kept = self._publish_on_all_disks(job, files)
+        if self._world.disks is not None:
+            self._run_together(partial(self._on_other_disks, self._follow, folder, job.is_best, kept))
         if self._mirror is not None:
             self._mirror.notify()
 
@@ -353,17 +363,44 @@ class Checkpointer:
         if self._alive is not None and self._is_waited_for:
             self._alive()
 
-    def _publish(self, job: _Save, files: Mapping[str, FileFacts]) -> None:
+    def _publish(self, job: _Save, files: Mapping[str, FileFacts]) -> Sequence[int]:
         partial = partial_path(self.run_dir, job.manifest.step)
         index = write_durably(partial / INDEX, build_index(partial))
         manifest = Manifest(**{**vars(job.manifest), "files": {**files, INDEX: index}})
-        self._point_to(publish(partial, manifest), job.is_best)
+        return self._point_to(publish(partial, manifest), job.is_best)
 
-    def _point_to(self, folder: Path, is_best: bool) -> None:
-        """Point the symlinks to a checkpoint, then delete the checkpoints that the retention settings do not keep."""
-        link(folder, LATEST)
-        if is_best:
-            link(folder, BEST)
+    def _publish_on_all_disks(self, job: _Save, files: Mapping[str, FileFacts]) -> Sequence[int]:
+        """Publish a checkpoint on every disk with the same index and manifest; on the disk of rank 0 last.
+
+        A checkpoint counts only if it is on the disk of rank 0, so an interruption leaves none that some disks lack.
+        """
+        step = job.manifest.step
+        temporary = partial_path(self.run_dir, step)
+        shards = [f"shard-{rank:05d}.safetensors" for rank in range(self._world.world_size)]
+        headers = self._run_together(lambda: read_header(temporary / shards[self._world.rank]))
+
+        def describe_checkpoint() -> tuple[str, str]:
+            index_text = merge_headers(dict(zip(shards, headers, strict=True)))
+            index = write_durably(temporary / INDEX, index_text)
+            manifest = Manifest(**{**vars(job.manifest), "files": {**files, INDEX: index}})
+            return index_text, encode_manifest(manifest)
+
+        index_text, manifest = self._from_main(describe_checkpoint)
+
+        def publish_other() -> None:
+            write_durably(temporary / INDEX, index_text)
+            publish_encoded(temporary, step, manifest)
+
+        self._run_together(partial(self._on_other_disks, publish_other))
+        return self._from_main(lambda: self._point_to(publish_encoded(temporary, step, manifest), job.is_best))
+
+    def _point_to(self, folder: Path, is_best: bool) -> Sequence[int]:
+        """Point the symlinks to a checkpoint, then delete the checkpoints that the retention settings do not keep.
+
+        Returns:
+            Steps of the remaining checkpoints.
+        """
+        self._link(folder, is_best)
         # Checkpoints of later steps exist only if the run went back to an earlier step; `keep_last` does not count
         # them.
         earlier = {parse_step(other): other for other in list_checkpoints(self.run_dir)}
@@ -375,16 +412,40 @@ class Checkpointer:
             best=linked_step(self.run_dir, BEST),
         )
         held_step = None if self._mirror is None else self._mirror.held_step
+        self._remove([earlier[step] for step in old_steps if step != held_step])
+        return [parse_step(other) for other in list_checkpoints(self.run_dir)]
+
+    def _follow(self, folder: Path, is_best: bool, kept: Sequence[int]) -> None:
+        """Do on another disk as rank 0 has done on its own: point the symlinks, and delete the same checkpoints.
+
+        Args:
+            folder: the new checkpoint.
+            is_best: whether to point the symlink `best` to it.
+            kept: steps of the checkpoints on the disk of rank 0, including one that is being copied to a store.
+        """
+        self._link(folder, is_best)
+        steps = {parse_step(other): other for other in list_checkpoints(self.run_dir)}
+        self._remove([other for step, other in steps.items() if step < parse_step(folder) and step not in kept])
+
+    def _link(self, folder: Path, is_best: bool) -> None:
+        link(folder, LATEST)
+        if is_best:
+            link(folder, BEST)
+
+    def _remove(self, folders: Sequence[Path]) -> None:
         try:
-            for step in old_steps:
-                if step != held_step:
-                    remove(earlier[step])
+            for folder in folders:
+                remove(folder)
             remove_leftovers(self.run_dir)
         except OSError as error:
             log.warning("%s could not be deleted; the next save tries again: %s", error.filename, error.strerror)
 
-    def _on_main(self, work: Callable[..., _T], *args: Any) -> _T | None:
-        return work(*args) if self._world.is_main else None
+    def _on_other_disks(self, work: Callable[..., _T], *args: Any) -> _T | None:
+        return work(*args) if self._world.leads_disk and not self._world.is_main else None
+
+    def _from_main(self, work: Callable[[], _T]) -> _T:
+        """Call a function on rank 0, and return its result on every rank."""
+        return cast(_T, self._run_together(lambda: work() if self._world.is_main else None)[0])
 
     def _run_together(self, work: Callable[[], _T]) -> Sequence[_T]:
         return together(work, self._world, self._group)

@@ -49,7 +49,7 @@ class _Part:
     sizes: tuple[int, ...]
 
 
-_Header = dict[str, tuple[str, int, list[int], list[int]]]
+Header = dict[str, tuple[str, int, list[int], list[int]]]
 """Header of a file: by tensor name, the safetensors name of the dtype, and begin, offsets and sizes as in `_Part`."""
 
 
@@ -67,7 +67,7 @@ class TensorIndex:
     folder: Path
     entries: Mapping[str, tuple[str, list[tuple[str, int, list[int], list[int]]]]]
     num_bytes: Mapping[str, int]
-    _headers: dict[str, _Header] = field(default_factory=dict, repr=False)
+    _headers: dict[str, Header] = field(default_factory=dict, repr=False)
 
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of all tensors by name."""
@@ -164,16 +164,30 @@ def read_index(folder: Path, world: World | None = None) -> TensorIndex:
 
 def build_index(folder: Path) -> str:
     """Return the content of the index file, built from the headers of all shards in a folder."""
+    files = sorted(path.name for path in folder.iterdir() if path.name.endswith(_TENSORS))
+    return merge_headers({file: read_header(folder / file) for file in files})
+
+
+def read_header(file: Path) -> Header:
+    """Return the header of a shard.
+
+    Raises:
+        CheckpointError: if the file is not a valid .safetensors file.
+    """
+    with open_regular(file, "rb") as stream:
+        return _read_header(stream, file)
+
+
+def merge_headers(headers: Mapping[str, Header]) -> str:
+    """Return the content of the index file, given the header of each shard by the name of its file, sorted."""
     entries: dict[str, tuple[str, list[Any]]] = {}
-    for file in sorted(path.name for path in folder.iterdir() if path.name.endswith(_TENSORS)):
-        with open_regular(folder / file, "rb") as stream:
-            header = _read_header(stream, folder / file)
+    for file, header in headers.items():
         for name, (dtype, begin, offsets, sizes) in header.items():
             entries.setdefault(name, (dtype, []))[1].append((file, begin, offsets, sizes))
     return json.dumps(entries, separators=(",", ":"))
 
 
-def _read_header(stream: IO[bytes], path: Path) -> _Header:
+def _read_header(stream: IO[bytes], path: Path) -> Header:
     """Read the header of an opened .safetensors file.
 
     Raises:
@@ -185,7 +199,7 @@ def _read_header(stream: IO[bytes], path: Path) -> _Header:
     try:
         header = json.loads(stream.read(size))
         sharding = json.loads(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
-        parts = _Header()
+        parts = Header()
         for name, entry in header.items():
             sizes, (begin, end) = list(entry["shape"]), entry["data_offsets"]
             if end - begin != math.prod(sizes) * _NAMES[entry["dtype"]].itemsize:

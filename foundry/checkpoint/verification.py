@@ -17,7 +17,9 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-def verify_newest(run_dir: Path, world: World) -> Path | None:
+def verify_newest(
+    run_dir: Path, world: World, examine_together: Callable[[Path, World], list[str]] | None = None
+) -> Path | None:
     """Return a run's newest intact checkpoint, or None; damaged checkpoints that are newer are logged with the damage.
 
     Every byte of the examined checkpoints is read once: the files are divided among the ranks.
@@ -25,13 +27,14 @@ def verify_newest(run_dir: Path, world: World) -> Path | None:
     Args:
         run_dir: the run directory, on a file system that all ranks share.
         world: all its ranks call this function together and get the same result.
+        examine_together: returns the damage of a checkpoint, called on all ranks; None for `find_damage_on_all_ranks`.
 
     Raises:
         CheckpointError: if a checkpoint cannot be read, so that it is unknown whether it is intact.
     """
     # Use the listing of rank 0, since the view of a shared file system may be stale on other ranks.
     for folder in together(partial(list_checkpoints, run_dir), world)[0]:
-        damage = find_damage_on_all_ranks(folder, world)
+        damage = (examine_together or find_damage_on_all_ranks)(folder, world)
         if not damage:
             return folder
         if world.is_main:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from foundry.checkpoint.mirror import Mirror
+from foundry.checkpoint.mirror.thread import Mirror
 from foundry.checkpoint.resume_point import restore_rng
 from foundry.checkpoint.rng import seed_rng
 from foundry.checkpoint.saver import Checkpointer, NoCheckpoints

@@ -100,7 +100,7 @@ def join_columns(
         objective.compare(frozen)
         columns = {split: _compute(objective, getattr(run.data, split), run) for split in _SPLITS}
         objective.compare({})
-    if world.is_main:
+    if world.leads_disk:
         _write(run.run_dir / COLUMNS, columns, metadata)
     return _add_columns(run.data, columns)
 

@@ -2,56 +2,45 @@
 
 import json
 import logging
-import shutil
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from foundry.checkpoint.folder import CheckpointError, list_put_aside, read_manifest
-from foundry.checkpoint.mirror import MainMirror, Mirror, MirrorState, RankMirror
+from foundry.checkpoint.folder import CheckpointError, read_manifest
+from foundry.checkpoint.mirror.main import MainMirror, MirrorState
+from foundry.checkpoint.mirror.rank import RankMirror
+from foundry.checkpoint.mirror.thread import Mirror
 from foundry.checkpoint.resume_point import ResumePoint, check_config
-from foundry.checkpoint.verification import together
 from foundry.config.build import field_of
 from foundry.config.record.frozen import strict
 from foundry.config.schemas.root import Config
 from foundry.core.errors import ConfigError, Violation, as_text
+from foundry.engine.agreement import on_all_ranks
+from foundry.engine.mirror_files import KEY, Inventories, complete_steps, explain, restore, take_inventories
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
 from foundry.run_dir.checkpoints import MANIFEST, list_checkpoints, parse_step
-from foundry.run_dir.files import inside, write_atomically
-from foundry.run_dir.log import NOTICE
-from foundry.run_dir.mirror.fetching import (
-    begin_checkpoint,
-    end_checkpoint,
-    fetch_file,
-    fetch_small_files,
-    partial_folder,
-    restore_links,
-)
+from foundry.run_dir.files import write_atomically
+from foundry.run_dir.mirror.fetching import fetch_file
 from foundry.run_dir.mirror.lease import LEASE, Lease, LeaseHeldError
 from foundry.run_dir.mirror.snapshot import (
     IDENTITY,
     LATEST,
     DamagedMirrorError,
     LaterFormatError,
-    newest_files,
     read_published,
     read_snapshot,
 )
 from foundry.run_dir.mirror.store import MissingObjectError, Store, StoreError, join
 from foundry.run_dir.names import MIRROR
 from foundry.run_dir.status import now
-from foundry.run_dir.strict_json import read_optional
 from foundry.run_dir.sweep_file import find_job
 
-_KEY = "checkpoint.mirror"
-_T = TypeVar("_T")
 log = logging.getLogger(__name__)
 
 
@@ -61,12 +50,14 @@ class _Opened:
 
     Attributes:
         state: content of the store.
-        is_behind: whether the store has a newer checkpoint than the run directory, or files that it lacks, as after a
-            restoring that was interrupted.
+        is_behind: whether the newest checkpoint of the store, or a file of it, is not in the run directory.
+        lacks_files: whether the store also has small files that the run directory of rank 0 lacks, as for a newer
+            checkpoint, or after a restoring that was interrupted.
     """
 
     state: MirrorState
-    is_behind: bool
+    is_behind: bool = False
+    lacks_files: bool = False
     identity: dict[str, bytes] = field(default_factory=dict)
 
 
@@ -92,7 +83,9 @@ def open_mirror(config: Config, config_hash: str, run_dir: Path, world: World, s
     settings = config.checkpoint
     if settings.mirror is None:
         return None
-    url = _url_of(settings.mirror, run_dir)
+    explain_error = partial(explain, settings.mirror)
+    url = on_all_ranks(lambda: _url_of(str(settings.mirror), run_dir) if world.is_main else "", world, explain_error)[0]
+    inventories = take_inventories(run_dir, world, url)
     lease: Lease | None = None
 
     def open_on_main() -> _Opened | None:
@@ -101,13 +94,21 @@ def open_mirror(config: Config, config_hash: str, run_dir: Path, world: World, s
             return None
         lease = Lease(store)
         stack.callback(_release, lease, settings.mirror_seconds)
-        return _open(store, lease, config, config_hash, run_dir)
+        return _open(store, lease, config, config_hash, run_dir, inventories)
 
     store = _new_store(url)
-    opened = _on_all_ranks(open_on_main, url, world)[0]
+    explain_error = partial(explain, url)
+    opened = on_all_ranks(open_on_main, world, explain_error)[0]
     assert opened is not None
+
+    def record(is_main_complete: bool) -> None:
+        if world.leads_disk:  # only the directory of rank 0 has small files
+            _record(run_dir, opened.state.run, store, is_complete=world.is_main and is_main_complete)
+
+    on_all_ranks(partial(record, not opened.lacks_files), world, explain_error)
     if opened.is_behind:
-        _restore(store, opened.state, run_dir, world)
+        restore(store, opened.state, run_dir, world, inventories, with_small_files=opened.lacks_files)
+        on_all_ranks(partial(record, True), world, explain_error)
     if lease is None:
         mirror: Mirror = RankMirror(
             store,
@@ -134,6 +135,15 @@ def open_mirror(config: Config, config_hash: str, run_dir: Path, world: World, s
     return mirror
 
 
+def leave_out_incomplete(mirror: Mirror, world: World) -> None:
+    """Exclude the checkpoints on disk that cannot be copied, because a rank lacks its files; all ranks call this."""
+    gathered = gather(mirror.copyable(), world)
+    if isinstance(mirror, MainMirror):
+        steps = {parse_step(folder) for folder in list_checkpoints(mirror.run_dir)}
+        checksums = {step: {copyable.get(step) for copyable in gathered} for step in steps}
+        mirror.leave_out([step for step, found in checksums.items() if len(found) > 1])
+
+
 def _release(lease: Lease, seconds: float) -> None:
     """Give a lease back, but do not wait longer than a number of seconds for the store."""
     thread = threading.Thread(target=lease.release, name="mirror-release", daemon=True)
@@ -151,7 +161,7 @@ def _new_store(url: str) -> Store:
     try:
         return Store(url)
     except StoreError as error:
-        raise ConfigError(Violation(_KEY, f"is {as_text(url)}, which cannot be used: {error}")) from None
+        raise ConfigError(Violation(KEY, f"is {as_text(url)}, which cannot be used: {error}")) from None
 
 
 def _url_of(url: str, run_dir: Path) -> str:
@@ -166,30 +176,9 @@ def _caches(config: Config) -> list[Path]:
     return [] if cache_dir is None else [Path(cache_dir).expanduser().resolve()]
 
 
-def _on_all_ranks(work: Callable[[], _T], url: str, world: World) -> Sequence[_T]:
-    """Call a function on every rank and return all results; if it fails on any rank, all ranks raise its errors.
-
-    Raises:
-        ConfigError: the store cannot be used, or `work` has raised a ConfigError.
-    """
-    result: _T | None = None
-    violations = list[tuple[str, str]]()
-    try:
-        result = work()
-    except ConfigError as error:
-        violations = [(violation.key, violation.message) for violation in error.violations]
-    except StoreError as error:
-        message = f"is {as_text(url)}, which cannot be used: {error}; check the URL, the credentials and the network"
-        violations = [(_KEY, message)]
-    except OSError as error:  # all ranks must learn of it
-        violations = [("hydra.run.dir", f"cannot be restored from {as_text(url)}: {error}; correct that")]
-    gathered = gather((result, violations), world)
-    if errors := [Violation(*violation) for _, others in gathered for violation in others]:
-        raise ConfigError(errors)
-    return [result for result, _ in gathered]  # type: ignore[misc]
-
-
-def _open(store: Store, lease: Lease, config: Config, config_hash: str, run_dir: Path) -> _Opened:
+def _open(
+    store: Store, lease: Lease, config: Config, config_hash: str, run_dir: Path, inventories: Inventories
+) -> _Opened:
     """Take the lease of a store, and compare the run in it with the run directory.
 
     Raises:
@@ -202,50 +191,48 @@ def _open(store: Store, lease: Lease, config: Config, config_hash: str, run_dir:
     except LeaseHeldError as error:
         raise _refusal(store, f"is {store.url}, but {error}; wait for that run, or choose another URL") from None
     lease.keep()
-    found, record = _read_identity(store), read_optional(run_dir / MIRROR)
-    local = record.get("run")
-    steps = _intact_names(run_dir)
-    if is_new or found is None:
-        run = local if isinstance(local, str) else uuid.uuid4().hex
-        _record(run_dir, run, store)
+    found, own = _read_identity(store), inventories[0]
+    is_empty = is_new or found is None
+    run = (own.run or uuid.uuid4().hex) if is_empty or found is None else str(found["run"])
+    for leader, other in inventories.items():
+        is_unrecorded = other.run is None and (not other.has_checkpoints or (is_empty and leader == 0))
+        if other.run != run and not is_unrecorded:
+            if is_empty:
+                message = f"is {run_dir}, which contains another run on the disk of rank {leader}"
+                raise ConfigError(Violation("hydra.run.dir", f"{message}; remove it there, or choose another folder"))
+            place = f"{run_dir} on the disk of rank {leader}" if len(inventories) > 1 else str(run_dir)
+            raise _refusal(store, f"is {store.url}, which holds another run than {place}; choose another URL")
+    if is_empty or found is None:
         identity = {"run": run, "config_hash": config_hash, "created": now()}
-        return _Opened(state=MirrorState(run=run), is_behind=False, identity={IDENTITY: json.dumps(identity).encode()})
-    run = str(found["run"])
-    is_same = local == run or (local is None and not steps and not list_put_aside(run_dir))
-    if not is_same:
-        raise _refusal(store, f"is {store.url}, which holds another run than {run_dir}; choose another URL")
+        return _Opened(state=MirrorState(run=run), identity={IDENTITY: json.dumps(identity).encode()})
     state = _read_state(store, run)
     newest = max((*state.published, *state.damaged), default=None)
-    is_behind = newest is not None and (newest > max(steps, default=-1) or record.get("is_complete") is False)
+    lacks_files = newest is not None and (newest > max(own.checkpoints, default=-1) or own.lacks_files)
+    is_behind = lacks_files or (newest is not None and newest > max(complete_steps(inventories), default=-1))
     if is_behind:
         _check_settings(store, state, config)
-    elif newest is None and (local is None or record.get("is_complete") is False):
+    elif newest is None and (own.run is None or own.lacks_files):
         if found.get("config_hash") != config_hash:
             message = f"is {store.url}, which holds a run with other settings but no checkpoint; choose another URL"
             raise _refusal(store, message)
-        is_behind = state.latest is not None
+        is_behind = lacks_files = state.latest is not None
     if is_behind and config.checkpoint.resume == "never":
         raise ConfigError(Violation("checkpoint.resume", f"is never but {store.url} has a run; choose another URL"))
-    _record(run_dir, run, store, is_complete=not is_behind)
-    return _Opened(state=state, is_behind=is_behind)
+    return _Opened(state=state, is_behind=is_behind, lacks_files=lacks_files)
 
 
-def _record(run_dir: Path, run: str, store: Store, *, is_complete: bool = True) -> None:
+def _record(run_dir: Path, run: str, store: Store, *, is_complete: bool) -> None:
     """Write the identity of the run into its directory, so that a later start knows that both are the same run.
 
     Args:
         run_dir: the run directory.
         run: identity of the run.
         store: the store.
-        is_complete: whether the directory lacks no files of the store; if not, the next start restores them.
+        is_complete: whether the directory lacks no small files of the store; if it does, a start whose rank 0 uses the
+            directory restores them.
     """
     content = {"run": run, "url": store.url, "is_complete": is_complete}
     write_atomically(run_dir / MIRROR, json.dumps(content) + "\n", durable=True)
-
-
-def _intact_names(run_dir: Path) -> list[int]:
-    """Return the steps of the checkpoints in the run directory that have a manifest."""
-    return [parse_step(folder) for folder in list_checkpoints(run_dir) if (folder / MANIFEST).is_file()]
 
 
 def _check_only_mirrors(store: Store) -> bool:
@@ -322,92 +309,9 @@ def _check_settings(store: Store, state: MirrorState, config: Config) -> None:
             )
         except ConfigError as error:
             message = f"is {store.url}, which holds a run with other settings; choose another URL for a new run"
-            raise ConfigError([*error.violations, Violation(_KEY, message)]) from None
+            raise ConfigError([*error.violations, Violation(KEY, message)]) from None
         return
 
 
-def _restore(store: Store, state: MirrorState, run_dir: Path, world: World) -> None:
-    """Copy the newest intact checkpoint, the best one and the small files into the run directory.
-
-    Raises:
-        ConfigError: the store cannot be read, or has checkpoints but none is intact.
-    """
-    restored: int | None = None
-    for step in sorted(state.published, reverse=True):
-        if _fetch_together(store, state, step, run_dir, world):
-            restored = step
-            break
-    if restored is None and (state.published or state.damaged):
-        raise _refusal(store, f"is {store.url}, but all of its checkpoints are damaged; choose another URL")
-    snapshot = None if restored is None else state.published[restored]
-    best = None if snapshot is None else snapshot.best
-    if best is not None and best != restored and best in state.published:
-        _fetch_together(store, state, best, run_dir, world)
-    latest = state.latest
-    if latest is not None and latest.step != restored:  # it may record the end of the run at another step
-        latest = latest.without_end()
-    choices = newest_files(latest, snapshot)
-
-    def fetch_on_main() -> Mapping[str, str]:
-        if not world.is_main:
-            return {}
-        damaged = fetch_small_files(store, choices, run_dir, is_launch=True)
-        if restored is not None:
-            restore_links(run_dir, restored, best)
-        _record(run_dir, state.run, store)
-        return damaged
-
-    for name, reason in _on_all_ranks(fetch_on_main, store.url, world)[0].items():
-        if world.is_main:
-            log.warning("%r is not restored from %s: %s", name, store.url, reason)
-    if world.is_main:
-        log.log(NOTICE, "restored step %s of the run from %s", restored or 0, store.url)
-    for step in state.damaged:
-        state.published.pop(step, None)
-
-
-def _fetch_together(store: Store, state: MirrorState, step: int, run_dir: Path, world: World) -> bool:
-    """Copy a checkpoint, whose files are divided among the ranks; return whether it is intact.
-
-    All ranks communicate after each file, so that no rank waits longer than the timeout of collectives.
-
-    Raises:
-        ConfigError: the store cannot be read.
-    """
-    snapshot = state.published[step]
-    names, size = sorted(snapshot.checkpoint), world.world_size
-
-    def prepare() -> bool:
-        if not world.is_main:
-            return False
-        exists = step in _intact_names(run_dir)
-        if not exists:
-            begin_checkpoint(run_dir, step)
-        return exists
-
-    def fetch(start: int) -> str | None:
-        if (number := start + world.rank) >= len(names):
-            return None
-        try:
-            file = inside(partial_folder(run_dir, step), names[number])
-            fetch_file(store, snapshot.checkpoint[names[number]], file)
-        except DamagedMirrorError as error:
-            return str(error)
-        return None
-
-    if _on_all_ranks(prepare, store.url, world)[0]:
-        return True
-    for start in range(0, len(names), size):
-        reasons = [reason for reason in _on_all_ranks(partial(fetch, start), store.url, world) if reason is not None]
-        if reasons:
-            state.damaged.add(step)
-            if world.is_main:
-                log.warning("step %d in %s is damaged and not used: %s", step, store.url, "; ".join(reasons))
-                shutil.rmtree(partial_folder(run_dir, step), ignore_errors=True)
-            return False
-    together(lambda: end_checkpoint(run_dir, step) if world.is_main else None, world)
-    return True
-
-
 def _refusal(store: Store, message: str) -> ConfigError:
-    return ConfigError(Violation(_KEY, message))
+    return ConfigError(Violation(KEY, message))

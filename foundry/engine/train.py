@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foundry.checkpoint.finished import check_finished
-from foundry.checkpoint.mirror import Mirror
+from foundry.checkpoint.mirror.thread import Mirror
 from foundry.checkpoint.resume_point import (
     ResumePoint,
     check_config,
@@ -17,6 +17,7 @@ from foundry.checkpoint.resume_point import (
     is_longer,
     without_stop_reason,
 )
+from foundry.checkpoint.verification import together
 from foundry.config.record.frozen import hash_config, plain, strict
 from foundry.config.schemas.checkpoint import Checkpoint
 from foundry.config.schemas.root import Config
@@ -25,12 +26,14 @@ from foundry.core.events import Observer, RunEnded
 from foundry.core.protocols import RunContext
 from foundry.data.loader import explain_worker_deaths
 from foundry.data.splits import DataSplits
+from foundry.engine.agreement import on_all_ranks
 from foundry.engine.assembly import build_trainer
-from foundry.engine.mirror import open_mirror
+from foundry.engine.directory import lock_run_dir
+from foundry.engine.mirror import leave_out_incomplete, open_mirror
 from foundry.engine.run_files import write_run_files
 from foundry.generation.scoring import Judge
 from foundry.parallel.determinism import deterministic
-from foundry.parallel.gathering import broadcast, gather
+from foundry.parallel.gathering import broadcast
 from foundry.parallel.malloc import keep_freed_memory
 from foundry.parallel.precision import PrecisionPolicy, fp32_arithmetic
 from foundry.parallel.process_group import Join, World, process_group
@@ -38,7 +41,7 @@ from foundry.parallel.watchdog import CollectiveError
 from foundry.parts.data import build_data
 from foundry.parts.judge import build_judge
 from foundry.run_dir.ends import record_if_dead
-from foundry.run_dir.lock import RunDirectoryLostError, check_locked, lock
+from foundry.run_dir.lock import RunDirectoryLostError, check_locked
 from foundry.run_dir.result import find_result
 from foundry.run_dir.status import read_status
 from foundry.tracking.observers import build_observers
@@ -91,16 +94,17 @@ def train(
     ):
         if world.device.type == "cpu":
             keep_freed_memory()
-        run_dir, state = _lock_run_dir(world, run_dir, config_hash, stack)
+        world, run_dir, state = lock_run_dir(world, run_dir, config_hash, config.checkpoint, stack)
         mirror = open_mirror(config, config_hash, run_dir, world, stack)
         if mirror is not None:  # the run directory may have been restored
             state = broadcast(read_status(run_dir).get("state"), world)
         resume_point = find_resume_point(config.checkpoint.resume, run_dir, world)
-        result = find_result(run_dir) if state == "finished" else None
+        if mirror is not None:
+            leave_out_incomplete(mirror, world)
+        result = _find_result(run_dir, world) if state == "finished" else None
         config_now = strict(config)
         if result is not None and not is_longer(resume_point, config_now):
-            identity = partial(_identity, config)
-            check_finished(config, config_now, config_hash, run_dir, resume_point, result, identity)
+            _check_finished(config, config_hash, run_dir, resume_point, result, world)
             if mirror is not None:  # the copy may be incomplete, as after an outage at the end of the run
                 mirror.start()
             return RunResult(run_dir, result)
@@ -135,6 +139,7 @@ def _train(run: RunContext, observers: list[Observer], stack: ExitStack, mirror:
     stack.callback(trainer.evaluation.close)
     if run.world.is_main:
         write_run_files(run.config, started.plan, run.data, run.run_dir)
+    if run.world.leads_disk:
         trainer.check_run_dir = partial(check_locked, run.run_dir)
     trainer.observers = observers
     stack.callback(trainer.checkpoints.close)
@@ -168,29 +173,31 @@ def _in_resumed_order(
     return replace(data, content=identity["content"], fingerprint=order)
 
 
-def _lock_run_dir(world: World, run_dir: Path, config_hash: str, stack: ExitStack) -> tuple[Path, str | None]:
-    """Return rank 0's run directory, now locked for this run, and the state of an earlier run in it, or None.
+def _find_result(run_dir: Path, world: World) -> dict[str, Any] | None:
+    """Return the recorded result of a finished run, on every rank; None if it is missing or damaged."""
+    if world.disks is None:
+        return find_result(run_dir)
+    return together(lambda: find_result(run_dir) if world.is_main else None, world)[0]
+
+
+def _check_finished(
+    config: Config, config_hash: str, run_dir: Path, resume_point: ResumePoint | None, result: Any, world: World
+) -> None:
+    """Check that the settings would give the result of the finished run; only rank 0 has its files for sure.
 
     Raises:
-        ConfigError: the ranks composed different configurations, or another process trains in the run directory.
+        ConfigError: as in `check_finished`, on every rank.
     """
-    state, is_free = None, True
-    if world.is_main:
-        is_free = lock(run_dir, stack)
-        state = read_status(run_dir).get("state")
-    gathered = gather((str(run_dir), config_hash, state, is_free), world)
-    different_ranks = [rank for rank, (_, other, _, _) in enumerate(gathered) if other != gathered[0][1]]
-    if different_ranks:
-        raise ConfigError(
-            Violation(
-                "configuration",
-                f"of rank {different_ranks[0]} is not rank 0's; start every rank with the same overrides",
-            )
-        )
-    if not gathered[0][3]:
-        message = f"is {gathered[0][0]}, where another process trains; wait for it, or choose another"
-        raise ConfigError(Violation("hydra.run.dir", message))
-    return Path(gathered[0][0]), gathered[0][2]
+
+    def check() -> None:
+        if world.is_main or world.disks is None:
+            identity = partial(_identity, config)
+            check_finished(config, strict(config), config_hash, run_dir, resume_point, result, identity)
+
+    if world.disks is None:
+        check()
+    else:
+        on_all_ranks(check, world, lambda error: Violation("hydra.run.dir", f"is {run_dir}: {error}; correct that"))
 
 
 @contextmanager

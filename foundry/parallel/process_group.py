@@ -4,7 +4,7 @@ import itertools
 import os
 import resource
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -25,6 +25,7 @@ from foundry.config.schemas.distributed import Backend, Distributed, Resolved, S
 from foundry.core.errors import ConfigError, Violation, counted
 from foundry.core.stop_signals import Stopped
 from foundry.parallel.device import choose_device, count_cuda, reset_memory_statistics, select_cuda
+from foundry.parallel.disks import Disks
 from foundry.parallel.flight_recorder import record_collectives
 
 DATA_DIMS = ("replicate", "shard")
@@ -66,6 +67,7 @@ class World:
         distributed: the resolved strategy.
         mesh: device mesh of the strategy; None if the strategy is `Single`.
         dp_group: data-parallel group, whose samples together are the global batch; None if this is all ranks.
+        disks: disks of the nodes; None if all ranks share the run directory.
     """
 
     rank: int
@@ -76,6 +78,7 @@ class World:
     distributed: Resolved = field(default_factory=Single)
     mesh: DeviceMesh | None = None
     dp_group: ProcessGroup | None = None
+    disks: Disks | None = None
 
     @classmethod
     def single(cls, device: torch.device) -> Self:
@@ -117,6 +120,11 @@ class World:
     def is_main(self) -> bool:
         """Whether this is rank 0, which writes files and logs."""
         return self.rank == 0
+
+    @property
+    def leads_disk(self) -> bool:
+        """Whether this rank creates and deletes the shared files of its run directory: rank 0, or one rank per disk."""
+        return self.is_main if self.disks is None else self.disks.leaders[self.rank] == self.rank
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over all ranks in place and return it; a single process returns it unchanged."""
@@ -211,16 +219,20 @@ def with_mesh(world: World, mesh: DeviceMesh | None) -> World:
     return replace(world, mesh=mesh, dp_group=group)
 
 
-def side_group(world: World) -> ProcessGroup | None:
-    """Create a gloo group of all ranks for communication from another thread; None without other processes.
+def side_group(world: World, ranks: Sequence[int] | None = None) -> ProcessGroup | None:
+    """Create a gloo group for communication from another thread or of some ranks; None without other processes.
 
     All ranks must call this together. Each group adds a connection to every other rank, so create it only if needed.
+
+    Args:
+        world: this rank and its process group.
+        ranks: members of the group; None for all ranks.
     """
     if world.world_size == 1 or not _has_peers():
         return None
     default = dist.distributed_c10d._get_default_group()
     limit = default._get_backend(torch.device("cpu")).options._timeout
-    group: ProcessGroup = dist.new_group(backend="gloo", timeout=limit)
+    group: ProcessGroup = dist.new_group(ranks, backend="gloo", timeout=limit)
     return group
 
 

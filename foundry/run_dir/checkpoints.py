@@ -19,6 +19,11 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def removed_path(folder: Path) -> Path:
+    """Return the temporary name of a checkpoint folder during its deletion."""
+    return folder.with_name(f".{folder.name}.removed")
+
+
 def parse_step(folder: Path) -> int:
     """Return the step of a checkpoint, parsed from its folder name."""
     match = NAME.fullmatch(folder.name)

@@ -149,7 +149,7 @@ def test_interrupted_restoring_is_completed_by_the_next_start(tmp_path, text, ru
     before, log = outcome(tmp_path / "run"), (tmp_path / "run" / "foundry.log").read_text()
     shutil.rmtree(tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr("foundry.engine.mirror.fetch_small_files", interrupt)
+        patch.setattr("foundry.engine.mirror_files.fetch_small_files", interrupt)
         run_command(*command, code=130)
     assert list_checkpoints(tmp_path / "run")
     run_command(*command)
@@ -177,7 +177,7 @@ def test_full_disk_while_restoring_is_one_line(tmp_path, text, run_command, monk
     command = words(f"file://{tmp_path}/store", steps=4, interval=2)
     run_command(*command)
     shutil.rmtree(tmp_path / "run")
-    monkeypatch.setattr("foundry.engine.mirror.fetch_small_files", fail)
+    monkeypatch.setattr("foundry.engine.mirror_files.fetch_small_files", fail)
     _, err = run_command(*command, code=2)
     assert "hydra.run.dir: cannot be restored from file://" in err
     assert "No space left on device" in err

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import xxhash
 
-from foundry.run_dir.checkpoints import BEST, LATEST, MANIFEST, step_name
+from foundry.run_dir.checkpoints import BEST, LATEST, MANIFEST, removed_path, step_name
 from foundry.run_dir.files import inside, make_folder, open_regular, read_bytes, replaced_atomically, sync_path
 from foundry.run_dir.log import prepend_to_log
 from foundry.run_dir.marker import MARK
@@ -59,12 +59,27 @@ def begin_checkpoint(run_dir: Path, step: int) -> Path:
 
 
 def end_checkpoint(run_dir: Path, step: int) -> Path:
-    """Give a checkpoint its name after all its files are on disk, and return its folder."""
+    """Give a checkpoint its name after all its files are on disk, and return its folder.
+
+    If the temporary folder contains a manifest, it replaces an existing folder of this step. Otherwise its files are
+    added to that folder.
+    """
     folder = partial_folder(run_dir, step)
     sync_path(folder)
     final = folder.with_name(step_name(step))
+    if not (folder / MANIFEST).exists():
+        for file in folder.iterdir():
+            file.replace(final / file.name)
+        folder.rmdir()
+        sync_path(final)
+        return final
+    removed = removed_path(final)
+    if final.exists():
+        shutil.rmtree(removed, ignore_errors=True)
+        final.rename(removed)
     folder.rename(final)
     sync_path(final.parent)
+    shutil.rmtree(removed, ignore_errors=True)
     return final
 
 

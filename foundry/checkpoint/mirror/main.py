@@ -1,25 +1,21 @@
-"""Threads that copy a run directory into a store while the run trains; training never waits for them."""
+"""Thread of rank 0: it copies its shards and the small files, publishes each checkpoint, and deletes old ones."""
 
+import json
 import logging
-import math
-import threading
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import xxhash
-
-from foundry.checkpoint.folder import CheckpointError, FileFacts, Manifest, read_manifest
+from foundry.checkpoint.folder import CheckpointError, read_manifest
+from foundry.checkpoint.mirror import thread
+from foundry.checkpoint.mirror.thread import BEGUN, LeaseLostError, Mirror
 from foundry.checkpoint.retention import to_remove
 from foundry.run_dir.checkpoints import LATEST as LATEST_LINK
-from foundry.run_dir.checkpoints import MANIFEST, linked_step, list_checkpoints, names_in, parse_step, step_name
-from foundry.run_dir.files import read_bytes
-from foundry.run_dir.lock import RunDirectoryLostError, check_locked
-from foundry.run_dir.mirror.copying import Copier
-from foundry.run_dir.mirror.lease import LEASE, Lease
+from foundry.run_dir.checkpoints import MANIFEST, linked_step
+from foundry.run_dir.lock import check_locked
+from foundry.run_dir.mirror.lease import Lease
 from foundry.run_dir.mirror.snapshot import (
     FILES,
     LATEST,
@@ -32,208 +28,11 @@ from foundry.run_dir.mirror.snapshot import (
     step_of,
     unreferenced,
 )
-from foundry.run_dir.mirror.store import MissingObjectError, Store, StoreError
+from foundry.run_dir.mirror.store import Store, StoreError
 from foundry.run_dir.names import CHECKPOINTS
 
-BEGUN = "begun.json"
-"""Object that rank 0 writes to start the copy of a checkpoint on the other ranks; its content differs each time."""
-
-_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 1.0, 60.0
-_WARNING_SECONDS = 600.0
-_POLL_SECONDS, _LONGEST_POLL_SECONDS = 1.0, 10.0
 _OTHER_RANKS_SECONDS = 120.0
 log = logging.getLogger(__name__)
-
-
-class LeaseLostError(RuntimeError):
-    """Another process has begun to write to the store, or this one has given its lease back."""
-
-
-@dataclass
-class _Outage:
-    """Warnings of a store that cannot be used: the first at once, further ones every ten minutes."""
-
-    url: str
-    is_main: bool
-    _begin: float | None = None
-    _warned: float = -math.inf
-
-    def warn(self, error: Exception) -> None:
-        now = time.monotonic()
-        self._begin = now if self._begin is None else self._begin
-        if self.is_main and now - self._warned >= _WARNING_SECONDS:
-            self._warned = now
-            log.warning("the copy to %s waits: %s; training continues, and the copy is caught up on", self.url, error)
-
-    def end(self) -> None:
-        if self._begin is not None and self.is_main:
-            seconds = time.monotonic() - self._begin
-            log.info("%s can be written again after %.0f s; the copy is caught up on", self.url, seconds)
-        self._begin = None
-
-
-class Mirror(ABC):
-    """A thread that copies the files of this rank.
-
-    Attributes:
-        run_dir: the run directory.
-    """
-
-    def __init__(self, store: Store, run_dir: Path, *, rank: int, world_size: int, seconds: float) -> None:
-        """Prepare the thread; `start` starts it.
-
-        Args:
-            store: the store.
-            run_dir: the run directory.
-            rank: rank of this process.
-            world_size: number of ranks.
-            seconds: longest wait at the end of the run for the copy under way.
-        """
-        self.run_dir, self._store = run_dir, store
-        self._rank, self._world_size, self._seconds = rank, world_size, seconds
-        self._copier, self._outage = Copier(store), _Outage(store.url, rank == 0)
-        self._wakeup, self._is_closing = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def held_step(self) -> int | None:
-        """Step of the checkpoint that is copied now, which must not be deleted; None if no checkpoint is copied."""
-        return None
-
-    def start(self) -> None:
-        """Start to copy."""
-        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
-        self._thread.start()
-        self.notify()
-
-    def notify(self) -> None:
-        """Tell the thread that a checkpoint is on disk; returns at once."""
-        self._wakeup.set()
-
-    def close(self) -> None:
-        """Wait for the copy of the last files, but not longer than `checkpoint.mirror_seconds`."""
-        if self._thread is not None:
-            self._is_closing.set()
-            self.notify()
-            self._thread.join(self._seconds)
-            if self._thread.is_alive() and self._rank == 0:
-                message = "the copy to %s is incomplete after %g s (checkpoint.mirror_seconds); %s has all files"
-                log.warning(message, self._store.url, self._seconds, self.run_dir)
-
-    def _run(self) -> None:
-        delay, poll = _FIRST_DELAY_SECONDS, _POLL_SECONDS
-        while True:
-            is_last = self._is_closing.is_set()
-            try:
-                is_complete = self._copy()
-                self._outage.end()
-                delay = _FIRST_DELAY_SECONDS
-            except LeaseLostError:
-                return
-            except RunDirectoryLostError:
-                self._end()
-                return
-            except Exception as error:  # of any library below the store; none may end the run
-                self._outage.warn(error)
-                if self._is_closing.wait(delay):
-                    time.sleep(_POLL_SECONDS)
-                delay = min(2 * delay, _LONGEST_DELAY_SECONDS)
-                continue
-            if is_complete and is_last:
-                self._end()
-                return
-            if not self._is_closing.is_set() or not is_complete:
-                is_notified = self._wakeup.wait(None if is_complete else poll)
-                is_urgent = is_notified or self._is_closing.is_set()
-                poll = _POLL_SECONDS if is_urgent else min(2 * poll, _LONGEST_POLL_SECONDS)
-            self._wakeup.clear()
-
-    @abstractmethod
-    def _copy(self) -> bool:
-        """Copy files that the store lacks; return whether nothing is left to copy."""
-
-    @abstractmethod
-    def _end(self) -> None:
-        """Release the store after the last copy."""
-
-    def _local_steps(self) -> list[int]:
-        """Return the steps of the checkpoints on disk, highest first."""
-        folders = list_checkpoints(self.run_dir)
-        return [parse_step(folder) for folder in folders if MANIFEST in names_in(folder)]
-
-    def _facts(self, step: int) -> tuple[Manifest, dict[str, FileFacts]]:
-        """Return the manifest of a checkpoint, and size and checksum of all its files, the manifest included."""
-        folder = self._folder(step)
-        content = read_bytes(folder / MANIFEST)
-        manifest = read_manifest(folder)
-        own = FileFacts(len(content), xxhash.xxh3_128_hexdigest(content))
-        return manifest, {**manifest.files, MANIFEST: own}
-
-    def _copy_own(self, step: int, facts: Mapping[str, FileFacts]) -> dict[str, Part]:
-        """Copy the files of a checkpoint that this rank has written."""
-        folder = self._folder(step)
-        own = [name for name in facts if _writer(name, self._world_size) == self._rank]
-        return {
-            name: self._copier.copy_checkpoint_file(folder / name, step, facts[name].bytes, facts[name].checksum)
-            for name in own
-        }
-
-    def _manifest_checksum(self, step: int) -> str:
-        return xxhash.xxh3_128_hexdigest(read_bytes(self._folder(step) / MANIFEST))
-
-    def _folder(self, step: int) -> Path:
-        return self.run_dir / CHECKPOINTS / step_name(step)
-
-
-class RankMirror(Mirror):
-    """The thread of a rank above 0: it copies the shards of this rank, of the checkpoints that rank 0 announces."""
-
-    def __init__(
-        self, store: Store, run_dir: Path, *, rank: int, world_size: int, seconds: float, damaged: Collection[int] = ()
-    ) -> None:
-        """Prepare the thread; `start` starts it.
-
-        Args:
-            store: the store.
-            run_dir: the run directory.
-            rank: rank of this process.
-            world_size: number of ranks.
-            seconds: longest wait at the end of the run for the copy under way.
-            damaged: steps of damaged checkpoints in the store, which rank 0 copies again if the run saves them again.
-        """
-        super().__init__(store, run_dir, rank=rank, world_size=world_size, seconds=seconds)
-        self._damaged, self._done, self._begun = set(damaged), set[int](), dict[int, bytes]()
-
-    def _end(self) -> None:
-        """Do nothing: the lease belongs to rank 0."""
-
-    def _copy(self) -> bool:
-        pending = [step for step in self._local_steps() if step not in self._done]
-        for step in pending:
-            begun = self._read_begun(step)
-            if begun is not None:
-                if begun != self._begun.get(step):
-                    self._copy_own(step, self._facts(step)[1])
-                    self._begun[step] = begun
-                    self._damaged.discard(step)
-                    self.notify()  # rank 0 may begin another one soon
-            elif step not in self._damaged and self._is_published(step):
-                self._done.add(step)
-        if self._is_closing.is_set():
-            return self._store.size(LEASE) is None  # rank 0 has copied the last files
-        return self._done.issuperset(pending)
-
-    def _is_published(self, step: int) -> bool:
-        """Return whether the store has this checkpoint of the run directory, and not another one of the same step."""
-        names = (PUBLISHED, f"{MANIFEST}.{self._manifest_checksum(step)}")
-        return all(self._store.size(f"{folder_of(step)}/{name}") is not None for name in names)
-
-    def _read_begun(self, step: int) -> bytes | None:
-        """Return the announcement of a checkpoint; None if rank 0 does not copy it now."""
-        try:
-            return self._store.read(f"{folder_of(step)}/{BEGUN}")
-        except MissingObjectError:
-            return None
 
 
 @dataclass(kw_only=True)
@@ -305,6 +104,12 @@ class MainMirror(Mirror):
         super().close()
         if self._thread is not None:
             self._lease.abandon()
+
+    def leave_out(self, steps: Collection[int]) -> None:
+        """Exclude checkpoints that a rank cannot copy, because its files are missing; call this before `start`."""
+        for step in sorted(set(steps).difference(self._state.published)):
+            log.warning("step %d is not copied to %s: a rank lacks its files of it", step, self._store.url)
+        self._unreadable |= set(steps)
 
     def _copy(self) -> bool:
         check_locked(self.run_dir)
@@ -392,7 +197,8 @@ class MainMirror(Mirror):
             self._store.remove_folder(place)
             self._state.damaged.discard(step)
         if self._world_size > 1:
-            self._store.write(f"{place}/{BEGUN}", uuid.uuid4().hex.encode())
+            content = {"id": uuid.uuid4().hex, "manifest": facts[MANIFEST].checksum}
+            self._store.write(f"{place}/{BEGUN}", json.dumps(content).encode())
         own = self._copy_own(step, facts)
         parts = {
             name: own.get(name, Part(f"{place}/{name}.{fact.checksum}", fact.bytes, fact.checksum))
@@ -427,7 +233,7 @@ class MainMirror(Mirror):
                 missing, since = len(left), time.monotonic()
             if time.monotonic() - since > _OTHER_RANKS_SECONDS:
                 raise StoreError(f"{left[0]} of step {step} has not been copied by its rank")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(thread.POLL_SECONDS)
 
     def _copy_small_files(self, *left_out: str) -> None:
         # A file that is gone stays in the snapshot: the directory may be about to disappear.
@@ -489,10 +295,3 @@ class MainMirror(Mirror):
 
     def _end(self) -> None:
         self._lease.release()
-
-
-def _writer(name: str, world_size: int) -> int:
-    """Return the rank that copies a file of a checkpoint: its own for a shard or a rank's state, otherwise 0."""
-    stem, _, number = name.partition(".")[0].rpartition("-")
-    is_of_a_rank = stem in ("shard", "rank") and number.isdecimal() and int(number) < world_size
-    return int(number) if is_of_a_rank else 0

@@ -11,9 +11,10 @@ import torch
 from support.checkpoint_parts import KNOWN, saver
 from support.object_store import BUCKET, Proxy, environment, s3_server
 
-from foundry.checkpoint import mirror as mirror_module
 from foundry.checkpoint.folder import Manifest, partial_path, problems, publish, write_durably
-from foundry.checkpoint.mirror import MainMirror, MirrorState, RankMirror
+from foundry.checkpoint.mirror import thread as mirror_thread
+from foundry.checkpoint.mirror.main import MainMirror, MirrorState
+from foundry.checkpoint.mirror.rank import RankMirror
 from foundry.engine.mirror import _check_only_mirrors, _release
 from foundry.run_dir.lock import lock
 from foundry.run_dir.mirror.fetching import fetch_checkpoint
@@ -37,8 +38,8 @@ def store(tmp_path):
 @pytest.fixture
 def polls(monkeypatch):
     """Let ranks look for announcements and files of other ranks often."""
-    monkeypatch.setattr(mirror_module, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(mirror_module, "_LONGEST_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(mirror_thread, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(mirror_thread, "_LONGEST_POLL_SECONDS", 0.05)
 
 
 def mirror_of(store, run_dir, *, world_size=1, seconds=60.0, state=None, **options):
@@ -114,8 +115,8 @@ def test_checkpoint_that_is_copied_is_not_deleted_and_saves_do_not_wait(store, r
 
 @pytest.mark.long
 def test_outage_is_one_warning_and_is_caught_up_on(run_dir, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(mirror_module, "_FIRST_DELAY_SECONDS", 0.05)
-    monkeypatch.setattr(mirror_module, "_LONGEST_DELAY_SECONDS", 0.1)
+    monkeypatch.setattr(mirror_thread, "_FIRST_DELAY_SECONDS", 0.05)
+    monkeypatch.setattr(mirror_thread, "_LONGEST_DELAY_SECONDS", 0.1)
     caplog.set_level(logging.INFO, "foundry")
     with s3_server() as server:
         proxy = Proxy(server.port)
@@ -148,7 +149,7 @@ def test_close_waits_no_longer_than_its_limit(store, run_dir, monkeypatch, caplo
     def fail(self, *arguments):
         raise StoreError("down")
 
-    monkeypatch.setattr(mirror_module, "_FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(mirror_thread, "_FIRST_DELAY_SECONDS", 0.01)
     mirror = mirror_of(store, run_dir, seconds=0.2)
     monkeypatch.setattr(Store, "write", fail)
     mirror.start()
@@ -165,7 +166,7 @@ def test_deletions_that_an_outage_prevents_are_caught_up_on(store, run_dir, tmp_
             raise failures.pop()
         remove(self, *names)
 
-    monkeypatch.setattr(mirror_module, "_FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(mirror_thread, "_FIRST_DELAY_SECONDS", 0.01)
     monkeypatch.setattr(Store, "remove", fail)
     store.write("files/metrics.jsonl.0", b"left by a process that was killed")
     mirror = mirror_of(store, run_dir, keep_last=1)
@@ -383,3 +384,69 @@ def test_result_is_copied_only_after_the_last_checkpoint(store, run_dir, monkeyp
     for snapshot in snapshots:
         assert "result.json" not in snapshot.files
         assert "status.json" not in snapshot.files
+
+
+def save_on_two_disks(first, second, step, content=""):
+    """Save a checkpoint of two ranks on two disks: each has the manifest and the files of one rank."""
+    save_of_two_ranks(first, step, content)
+    folder = first / "checkpoints" / f"step_{step:08d}"
+    shutil.copytree(folder, second / folder.relative_to(first), dirs_exist_ok=True)
+    for disk, rank in ((first, 1), (second, 0)):
+        for name in (f"shard-0000{rank}.safetensors", f"rank-0000{rank}.json"):
+            (disk / folder.relative_to(first) / name).unlink()
+
+
+def test_ranks_on_local_disks_copy_their_files(store, run_dir, tmp_path, polls):
+    for step in (1, 2):
+        save_on_two_disks(run_dir, tmp_path / "other", step)
+    main = mirror_of(store, run_dir, world_size=2)
+    other = RankMirror(store, tmp_path / "other", rank=1, world_size=2, seconds=60)
+    main.start()
+    wait_until(lambda: len(store.sizes("checkpoints/step_00000002")) == 4)
+    assert list_published(store) == []
+    assert main.held_step == 2
+    other.start()
+    main.close()
+    other.close()
+    assert intact(store, tmp_path) == [1, 2]
+    assert list_published(store) == [2, 1]
+
+
+def test_rank_does_not_copy_files_of_another_checkpoint_of_the_same_step(store, run_dir, tmp_path, polls):
+    save_on_two_disks(run_dir, tmp_path / "other", 1, "old")
+    shutil.rmtree(run_dir / "checkpoints")
+    save_on_two_disks(run_dir, tmp_path / "newer", 1, "new")
+    main = mirror_of(store, run_dir, world_size=2)
+    other = RankMirror(store, tmp_path / "other", rank=1, world_size=2, seconds=60)
+    main.start()
+    other.start()
+    wait_until(lambda: len(store.sizes("checkpoints/step_00000001")) == 4)
+    other.notify()
+    wait_until(lambda: not other._wakeup.is_set())
+    assert not [name for name in store.sizes("checkpoints/step_00000001") if "00001" in name]
+    shutil.rmtree(tmp_path / "other" / "checkpoints")
+    (tmp_path / "newer" / "checkpoints").rename(tmp_path / "other" / "checkpoints")
+    other.notify()
+    main.close()
+    other.close()
+    assert intact(store, tmp_path) == [1]
+    assert (tmp_path / "fetched/checkpoints/step_00000001/rank-00001.json").read_text() == "rank-00001.json 1 new"
+
+
+def test_checkpoint_that_another_disk_lacks_is_left_out_and_delays_no_other(store, run_dir, tmp_path, polls, caplog):
+    for step in (1, 2, 3):
+        save_on_two_disks(run_dir, tmp_path / "other", step)
+    shutil.rmtree(tmp_path / "other" / "checkpoints" / "step_00000002")
+    (tmp_path / "other" / "checkpoints" / "step_00000001" / "shard-00001.safetensors").unlink()
+    main = mirror_of(store, run_dir, world_size=2, keep_last=3)
+    other = RankMirror(store, tmp_path / "other", rank=1, world_size=2, seconds=60)
+    assert sorted(main.copyable()) == [1, 2, 3]
+    assert other.copyable() == {3: main.copyable()[3]}
+    main.leave_out([1, 2])
+    main.start()
+    other.start()
+    main.close()
+    other.close()
+    assert intact(store, tmp_path) == [3]
+    assert "step 2 is not copied to" in caplog.text
+    assert LEASE not in store.names("")
