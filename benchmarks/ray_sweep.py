@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kills import outcome
-from records import Column, Row, finish, parser
+from records import Column, Row, Values, finish, parser
 from sweeps import seeds, start, states, wait
 
 from foundry.run_dir.status import read_status
@@ -107,7 +107,7 @@ def main() -> None:
         restarts = [reason for job in range(jobs) for reason in read_status(sweep / str(job)).get("restarts", [])]
         assert restarts, "no job was running on the node that was killed"
         assert all("has died" in reason for reason in restarts), restarts
-    values = {
+    values: dict[str, Values] = {
         "jobs": [jobs],
         "killed": [1],
         "restarts": [len(restarts)],

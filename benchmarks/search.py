@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import optuna
-from records import Column, Row, finish, parser
+from records import Column, Row, Values, finish, parser
 
 from foundry.run_dir.status import read_status
 from foundry.run_dir.study_storage import open_storage
@@ -168,7 +168,7 @@ def kills(options: argparse.Namespace, jobs: int, number: int, longest: float) -
         starts = Counter((folder / "starts.txt").read_text().split())
         again = starts.total() - len(starts)
         assert again <= PLACES * killed["command"], (again, killed)
-    values = {
+    values: dict[str, Values] = {
         "command": [killed["command"]],
         "job": [killed["job"]],
         "complete": [ends["COMPLETE"]],

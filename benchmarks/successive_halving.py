@@ -26,7 +26,7 @@ from foundry.tracking.plot_style import BLUE, GREY, blank, save_figure
 PICTURE = ROOT / "docs" / "images" / "successive_halving.png"
 ASHA, ALL = "`pruner=asha`", "`pruner=null`"
 COLOURS = {ASHA: BLUE, ALL: GREY}
-STEPS, FIRST_RUNG, FACTOR = 540, 60, 3
+STEPS, FIRST_RUNG, FACTOR = 270, 30, 3
 SPACE = ["hparams.lr=tag(log,interval(1e-5,1e-1))", "optimizer.weight_decay=choice(0.0,0.1)"]
 SPACE += ["scheduler.warmup=choice('0.02','0.1')"]
 RUN = [

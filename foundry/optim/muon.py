@@ -83,7 +83,7 @@ class Muon(EagerOptimizer):
         weight_decay: decoupled weight decay, multiplied by the learning rate.
         cautious_weight_decay: decay only the elements that the update moves towards zero, which have the sign of the
             update that is subtracted, or where one of the two is 0 (Chen et al., 2025, arXiv 2510.12402).
-        row_variance_decay: decay of the averages by which the rows of an orthogonalized update are normalized (Li et
+        row_variance_decay: decay of the averages that normalize the rows of an orthogonalized update (Li et
             al., 2025, arXiv 2510.05491); None leaves the rows as they are.
         group: ranks that hold equal plain matrices and gradients, as with DDP, and share the work; None makes each rank
             orthogonalize all plain matrices. For DTensors the ranks of their mesh share the work.
