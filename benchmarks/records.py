@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("torch", "transformers", "accelerate", "lightning", "trl")
+PACKAGES = ("torch", "transformers", "accelerate", "lightning", "torchdata", "trl")
 
 Values: TypeAlias = "Sequence[float] | str | None"
 """Content of a cell: one value per round, or text; None for an empty cell."""

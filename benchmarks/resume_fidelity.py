@@ -5,7 +5,7 @@
 
 All sides train the same small Llama with dropout on the same rows for two epochs, on one rank. A run is killed with all
 its processes by SIGKILL, at a random step or inside a save. It is continued twice from the same files: on one rank, and
-on two ranks that torchrun starts and that communicate by gloo. Each continued run is compared with an undisturbed run on
+on two ranks, which torchrun starts and which communicate by gloo. Each result is compared with an undisturbed run on
 one rank. The moments of the kills are the same on all sides. For each side are shown:
 
 - the kills after which the documented call continued the run to its last step; if it fails, the newest checkpoint is
@@ -264,6 +264,25 @@ class Trace:
         return counts
 
 
+def compare(plan: Plan, whole: Trace, before: Trace, after: Trace) -> dict[str, float]:
+    """Return the samples that a continued run repeated and skipped in an epoch, and the steps that it lost.
+
+    Args:
+        plan: sizes of the runs.
+        whole: trace of the undisturbed run.
+        before: trace up to the kill; its steps count up to the checkpoint.
+        after: trace of the start that continued the run.
+    """
+    first = min(after.times)
+    kept = {step: ids for step, ids in before.ids.items() if step < first}
+    pairs = list(zip(Trace(ids=kept | after.ids).epochs(plan), whole.epochs(plan), strict=True))
+    return {
+        "repeated": sum((trained - wanted).total() for trained, wanted in pairs),
+        "skipped": sum((wanted - trained).total() for trained, wanted in pairs),
+        "lost": max(before.times) - first + 1,
+    }
+
+
 class Start(Life):
     """A process of a side and its children; a mark in the environment identifies them."""
 
@@ -467,19 +486,10 @@ class Bench:
             if newest is not None:
                 result.by_hand = self._try(f"{name}again", ranks, without=newest.name)[1]
             return result
-        before, after = (Trace.read(self.folder / f"{each}.log") for each in (killed, name))
+        whole, before, after = (Trace.read(self.folder / f"{each}.log") for each in ("whole", killed, name))
         first = min(after.times)
-        kept = {step: ids for step, ids in before.ids.items() if step < first}
-        wanted = Trace.read(self.folder / "whole.log").epochs(self.plan)
-        trained = Trace(ids=kept | after.ids).epochs(self.plan)
-        values = {
-            "apart": self._apart(name),
-            "repeated": sum((have - want).total() for have, want in zip(trained, wanted, strict=True)),
-            "skipped": sum((want - have).total() for have, want in zip(trained, wanted, strict=True)),
-            "lost": max(before.times) - first + 1,
-            "seconds": after.times[first] - start.began,
-        }
-        return Continued(moment, "", step=first - 1, values=values)
+        values = {"apart": self._apart(name), "seconds": after.times[first] - start.began}
+        return Continued(moment, "", step=first - 1, values=values | compare(self.plan, whole, before, after))
 
     def _try(self, name: str, ranks: int, without: str | None = None) -> tuple[Start, str]:
         """Continue a copy of the killed run, without one checkpoint; return the start and the reason of a failure."""
@@ -540,7 +550,8 @@ def notes_of(plan: Plan, moments: Sequence[Moment], measurements: Mapping[str, M
     kills += [f"in step {', '.join(at_steps)}"] if at_steps else []
     notes = [
         f"Kills: {'; '.join(kills)}. Runs have {plan.steps} steps of {plan.batch_size} samples, {plan.rows} rows and a "
-        f"save every {plan.save_every} steps; dropout of attention weights is {plan.dropout}. No side deletes checkpoints."
+        f"save every {plan.save_every} steps; dropout of attention weights is {plan.dropout}. No side deletes "
+        "checkpoints."
     ]
     seconds = ", ".join(f"{names[side]} {each.save_seconds * 1000:.0f}" for side, each in measurements.items())
     unfinished = {
@@ -549,8 +560,8 @@ def notes_of(plan: Plan, moments: Sequence[Moment], measurements: Mapping[str, M
     }
     listed = ", ".join(f"{names[side]} {number}" for side, number in unfinished.items())
     notes.append(
-        f"Milliseconds from the end of a step to the end of its save, undisturbed: {seconds}. Kills inside a save after "
-        f"which that save's checkpoint could not be used: {listed}."
+        f"Milliseconds from the end of a step to the end of its save, undisturbed: {seconds}. Kills inside a save "
+        f"after which that save's checkpoint could not be used: {listed}."
     )
     apart = ", ".join(f"{names[side]} {each.other_ranks:.1e}" for side, each in measurements.items())
     notes.append(f"Relative difference of the weights between undisturbed runs on two ranks and on one: {apart}.")
