@@ -30,7 +30,7 @@ def build_numbered_tokens(*, seed: int, num_samples: int, seq_len: int, vocab_si
     Args:
         seed: seed of the held-out rows.
         num_samples: number of training rows.
-        seq_len: tokens of a row, the last of which is only a target.
+        seq_len: tokens of a row; the last one is only a target.
         vocab_size: size of the vocabulary.
     """
     from random_tokens import Rows

@@ -333,7 +333,7 @@ def _reason(output: str) -> str:
 
 
 class Watch(threading.Thread):
-    """Thread that records the times at which anything in a folder changes."""
+    """Thread that records when a file or folder in a folder changes."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(daemon=True)
@@ -512,7 +512,7 @@ class Bench:
 
 
 def plan_kills(plan: Plan, count: int, rng: random.Random) -> list[Moment]:
-    """Return the moments of the kills: every other one at a random step, the others spread over the length of a save.
+    """Return the moments of the kills: saves and steps alternate; moments in saves are spread over the length of a save.
 
     Args:
         plan: sizes of the runs.
@@ -600,7 +600,7 @@ def headline_of(measurements: Mapping[str, Measured]) -> Headline:
 
 
 def chosen(options: argparse.Namespace) -> list[str]:
-    """Return the chosen sides whose packages are installed; print the others with an install command."""
+    """Return the chosen sides whose packages are installed; print the missing sides with an install command."""
     names = list[str]()
     for side in options.sides or ([OWN, "hf"] if options.smoke else list(SIDES)):
         if missing := [package for package in SIDES[side].packages if find_spec(package) is None]:
