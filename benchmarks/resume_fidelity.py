@@ -512,7 +512,7 @@ class Bench:
 
 
 def plan_kills(plan: Plan, count: int, rng: random.Random) -> list[Moment]:
-    """Return the moments of the kills: saves and steps alternate; moments in saves are spread over the length of a save.
+    """Return the moments of the kills: saves and steps alternate; those in saves are spread over the length of a save.
 
     Args:
         plan: sizes of the runs.
