@@ -32,7 +32,7 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -46,7 +46,7 @@ from records import Column, Headline, Row, Values, finish, parser
 SCRIPT = HERE / "resume_fidelity_sides.py"
 OWN, OWN_HF = "foundry", "foundry_hf"
 RANKS = (1, 2)
-TIMEOUT = 180.0
+TIMEOUT = 600.0
 """Seconds after which a run is ended as hung."""
 
 
@@ -398,6 +398,20 @@ class Measured:
     save_seconds: float
     continued: dict[int, list[Continued]]
 
+    def to_json(self) -> str:
+        """Return the JSON text that `from_json` reads."""
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Measured":
+        """Return the measurements of a JSON text."""
+        fields: dict[str, Any] = json.loads(text)
+        fields["continued"] = {
+            int(ranks): [Continued(**{**run, "moment": Moment(**run["moment"])}) for run in runs]
+            for ranks, runs in fields["continued"].items()
+        }
+        return cls(**fields)
+
 
 class Bench:
     """Runs of one side.
@@ -511,6 +525,16 @@ class Bench:
         return max(float((mine - other).norm() / other.norm()) for mine, other in pairs)
 
 
+def measure(side: str, plan: Plan, folder: Path, moments: Sequence[Moment]) -> Measured:
+    """Measure a side in a new folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    job = folder / "model.json"
+    job.write_text(json.dumps(plan.job(side, folder, "model", 1, resume=False)))
+    call(SCRIPT, "model", job, threads=default_threads())
+    return Bench(side, plan, folder).measure(moments)
+
+
 def plan_kills(plan: Plan, count: int, rng: random.Random) -> list[Moment]:
     """Return the moments of the kills: saves and steps alternate; those in saves are spread over the length of a save.
 
@@ -616,7 +640,9 @@ def main() -> None:
     cli.add_argument("--kills", type=int, default=5, help="killed runs of each side")
     cli.add_argument("--sides", nargs="+", choices=SIDES, metavar="SIDE", help=f"of {', '.join(SIDES)}; default: all")
     cli.add_argument("--seed", type=int, default=0, help="seed of the moments of the kills")
-    cli.add_argument("--keep", type=Path, help="folder for the files of all runs; default: a temporary one")
+    cli.add_argument(
+        "--keep", type=Path, help="folder for the files of all runs; sides measured there are not measured again"
+    )
     options = cli.parse_args()
     plan, kills = (SMOKE, 1) if options.smoke else (Plan(), options.kills)
     moments = plan_kills(plan, kills, random.Random(options.seed))
@@ -624,13 +650,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="fidelity-") as temporary:
         folder = (options.keep or Path(temporary)).absolute()
         for side in chosen(options):
-            (folder / side).mkdir(parents=True)
-            job = folder / side / "model.json"
-            job.write_text(json.dumps(plan.job(side, folder / side, "model", 1, resume=False)))
-            call(SCRIPT, "model", job, threads=default_threads())
-            begin = time.monotonic()
-            measurements[side] = Bench(side, plan, folder / side).measure(moments)
-            print(f"{SIDES[side].title}: {time.monotonic() - begin:.0f} s", flush=True)
+            kept = folder / side / "measured.json"
+            if not kept.exists():
+                begin = time.monotonic()
+                kept.write_text(measure(side, plan, folder / side, moments).to_json())
+                print(f"{SIDES[side].title}: {time.monotonic() - begin:.0f} s", flush=True)
+            measurements[side] = Measured.from_json(kept.read_text())
     rows = [
         row_of(SIDES[side].title, ranks, each.continued[ranks])
         for ranks in RANKS

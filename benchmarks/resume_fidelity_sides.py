@@ -44,7 +44,7 @@ class Intake:
     """
 
     def __init__(self, job: Job) -> None:
-        self._job, self._rank = job, int(os.environ.get("RANK", "0"))
+        self._job, self._rank, self._has_samples = job, int(os.environ.get("RANK", "0")), False
         self._log = os.open(f"{job['log']}.{self._rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         register_module_forward_pre_hook(self._see)
         register_optimizer_step_post_hook(self._count)
@@ -52,8 +52,12 @@ class Intake:
     def _see(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         if isinstance(module, nn.Embedding) and module.training and torch.is_grad_enabled():
             self._write({"ids": arguments[0][:, 0].tolist()})
+            self._has_samples = True
 
     def _count(self, optimizer: torch.optim.Optimizer, arguments: Any, keywords: Any) -> None:
+        if not self._has_samples:  # an update of zero that creates the optimizer's state before it is loaded
+            return
+        self._has_samples = False
         number = int(next(iter(optimizer.state.values()))["step"])
         self._write({"step": number, "time": time.time()})
         if number == self._job["steps"] and self._rank == 0:
