@@ -205,7 +205,7 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _command() -> str:
-    """Return the command line, without the script's folder and options that name folders, `--out` and `--conditions`."""
+    """Return the command line, without the script's folder and without options that name folders or conditions."""
     words = [Path(sys.argv[0]).name, *sys.argv[1:]]
     for option in ("--out", "--conditions", "--bases", "--keep"):
         if option in words:
