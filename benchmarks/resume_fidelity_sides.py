@@ -108,10 +108,10 @@ def write_model(job: Job) -> None:
     LlamaForCausalLM(config).save_pretrained(job["model"])
     words = {f"t{number}": number for number in range(job["vocab_size"])}
     tokenizer = Tokenizer(WordLevel(words, unk_token="t0"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = WhitespaceSplit()
     pad, end = f"t{job['vocab_size'] - 2}", f"t{job['vocab_size'] - 1}"
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=end, unk_token="t0")
-    fast.save_pretrained(job["model"])
+    wrapper: Any = PreTrainedTokenizerFast
+    wrapper(tokenizer_object=tokenizer, pad_token=pad, eos_token=end, unk_token="t0").save_pretrained(job["model"])
 
 
 def build_llama(job: Job) -> Any:
@@ -308,7 +308,7 @@ def train_accelerate(job: Job) -> None:
         accelerator.project_configuration.iteration = progress.step // job["save_every"]
     while progress.step < job["steps"]:
         epoch, skipped = divmod(progress.step, len(loader))
-        loader.set_epoch(epoch)  # type: ignore[attr-defined]
+        loader.set_epoch(epoch)
         for batch in accelerator.skip_first_batches(loader, skipped) if skipped else loader:
             accelerator.backward(model(**batch, use_cache=False).loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
