@@ -474,12 +474,15 @@ class Bench:
         times = Trace.read(self.folder / "whole.log").times
         step_seconds = median(times[step] - times[step - 1] for step in range(2, self.plan.steps, 2))
         start, log, pids = self._start(name, 1, resume=False), self.folder / f"{name}.log.0", list[int]()
-        last = moment.step if moment.kind == "save" else moment.step - 1
+        seconds = moment.fraction * (save_seconds if moment.kind == "save" else step_seconds)
         while start.process.poll() is None:
-            number = log.read_bytes().count(b'"step"') if log.exists() else 0
+            lines = log.read_text().splitlines() if log.exists() else []
+            number = sum("step" in line for line in lines)
             pids = pids if pids or number == 0 else start.tree()
-            if number >= last:
-                time.sleep(moment.fraction * (save_seconds if moment.kind == "save" else step_seconds))
+            # A step begins when its first samples reach the model, which is after a save.
+            is_in_step = number >= moment.step or (number == moment.step - 1 and "ids" in lines[-1])
+            if number >= moment.step if moment.kind == "save" else is_in_step:
+                time.sleep(seconds)
                 break
             time.sleep(0.0005)
         alive = start.kill(pids)
