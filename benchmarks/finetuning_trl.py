@@ -1,6 +1,6 @@
 """SFT, DPO and GRPO beside TRL's trainers: same weights, rows and hyperparameters, each run in a new process.
 
-    python -m pip install trl  # not a dependency of foundry
+    python -m pip install -e ".[bench]"
     python benchmarks/finetuning_trl.py [sft] [dpo] [grpo] [--steps 50] [--seeds 42 1] [--only SIDE] [--bases FOLDER]
 
 TRL runs with its defaults and with its settings for speed; foundry runs with its own decoder and with transformers'

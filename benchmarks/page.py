@@ -16,8 +16,8 @@ from foundry.tracking.plot_style import BLUE, GREY, blank, save_figure
 PAGE, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
 IMAGES = ROOT / "docs" / "images"
 END = "<!-- end -->"
-README_RECORDS = ("throughput", "memory", "startup", "finetuning_trl")
-"""Records whose headlines README shows: speed and memory of training and fine-tuning."""
+README_RECORDS = ("throughput", "memory", "startup", "finetuning_trl", "resume_fidelity")
+"""Records whose headlines README shows: speed and memory of training and fine-tuning, and resumed runs."""
 _BLOCK = re.compile(rf"<!-- benchmarks/results/(\w+)\.json -->\n.*?{END}", re.DOTALL)
 _SHORT = re.compile(rf"<!-- benchmarks/results -->\n.*?{END}", re.DOTALL)
 

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("torch", "transformers", "accelerate", "lightning", "trl")
+PACKAGES = ("torch", "transformers", "accelerate", "lightning", "torchdata", "trl")
 
 Values: TypeAlias = "Sequence[float] | str | None"
 """Content of a cell: one value per round, or text; None for an empty cell."""
@@ -205,9 +205,9 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _command() -> str:
-    """Return the command line, without the script's folder and without `--out`, `--conditions` and `--bases`."""
+    """Return the command line, without the script's folder and without options that name folders or conditions."""
     words = [Path(sys.argv[0]).name, *sys.argv[1:]]
-    for option in ("--out", "--conditions", "--bases"):
+    for option in ("--out", "--conditions", "--bases", "--keep"):
         if option in words:
             del words[words.index(option) : words.index(option) + 2]
     threads = os.environ.get("OMP_NUM_THREADS")

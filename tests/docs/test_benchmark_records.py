@@ -151,3 +151,37 @@ def test_benchmark_table_has_medians_and_spreads(load_benchmark):
         "| raw | 2,000 (1,000 to 3,000) | a reason |",
         "| foundry | 2,500 |  |",
     ]
+
+
+def test_resume_fidelity_counts_samples_and_steps_of_continued_runs(load_benchmark, tmp_path):
+    benchmark = load_benchmark("resume_fidelity")
+    plan, rows = benchmark.SMOKE, {step: [4 * ((step - 1) % 4) + place for place in range(4)] for step in range(1, 9)}
+
+    def trace(name, first, last, ids, unfinished=()):
+        lines = [text for step in range(first, last + 1) for text in ({"ids": ids[step]}, {"step": step, "time": step})]
+        text = "".join(json.dumps(line) + "\n" for line in (*lines, *({"ids": each} for each in unfinished)))
+        (tmp_path / f"{name}.log.0").write_text(text + '{"ids": [1')
+        return benchmark.Trace.read(tmp_path / f"{name}.log")
+
+    whole, before = trace("whole", 1, 8, rows), trace("before", 1, 5, rows, unfinished=[[7, 7]])
+    exact = benchmark.compare(plan, whole, before, trace("after", 5, 8, rows))
+    assert exact == {"repeated": 0, "skipped": 0, "lost": 1}
+    again = trace("again", 3, 8, rows | {3: rows[1], 4: rows[2]})  # its loader starts the epoch again
+    assert benchmark.compare(plan, whole, before, again) == {"repeated": 8, "skipped": 8, "lost": 3}
+
+
+def test_resume_fidelity_reports_refused_and_failed_runs(load_benchmark):
+    benchmark = load_benchmark("resume_fidelity")
+    moment = benchmark.Moment("save", 4, 0.5)
+    values = {"apart": 0.0, "repeated": 0, "skipped": 0, "lost": 2, "seconds": 3.0}
+    good = benchmark.Continued(moment, "", step=4, values=values)
+    broken = benchmark.Continued(moment, "OSError: half a file", by_hand="")
+    other = benchmark.Continued(moment, "ValueError: other ranks", by_hand="ValueError: other ranks")
+    continued = {1: [good, broken], 2: [other, other]}
+    measured = {"hf": benchmark.Measured(same_bits=True, other_ranks=0.1, save_seconds=0.01, continued=continued)}
+    assert benchmark.row_of("HF Trainer", 1, continued[1]).values["equal"] == "1 of 1"
+    assert benchmark.row_of("HF Trainer", 2, continued[2]).values["continued"] == "0 of 2"
+    notes = "\n".join(benchmark.notes_of(benchmark.SMOKE, [moment], measured))
+    assert "1 to 1, failed 1 of 2: `OSError: half a file`; it continued after its newest checkpoint was" in notes
+    assert "1 to 2, refused 2 of 2: `ValueError: other ranks`; without its newest checkpoint: `ValueError" in notes
+    assert benchmark.headline_of(measured).beside == "1 HF Trainer"

@@ -77,7 +77,7 @@ def test_sync_policy_benchmark_counts_the_traffic_of_each_policy(smoke):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(find_spec("trl") is None, reason="needs trl, which no extra installs")
+@pytest.mark.skipif(find_spec("trl") is None, reason="needs the extra bench")
 @pytest.mark.parametrize(
     ("method", "sides"),
     [
@@ -89,6 +89,21 @@ def test_finetuning_benchmark_runs_trl_settings_and_both_model_kinds(method, sid
     rows = {side: values for (_, side), values in smoke("finetuning_trl", "--steps", "2", method).items()}
     assert rows.keys() >= sides | {"TRL", "foundry", "foundry, model=hf"}
     assert max(values["apart"][0] for side, values in rows.items() if "foundry" in side) < 1e-4
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="needs the extra bench")
+def test_resume_fidelity_benchmark_continues_killed_runs_without_repeated_samples(smoke):
+    rows = smoke("resume_fidelity", "--sides", "foundry", "hf")
+    assert rows.keys() == {(ranks, side) for ranks in ("1 to 1", "1 to 2") for side in ("foundry", "HF Trainer")}
+    for ranks, side in rows:
+        values = rows[ranks, side]
+        if side == "foundry" or values["continued"] == "1 of 1":
+            assert values["repeated"] == values["skipped"] == [0]
+            assert 0 <= values["lost"][0] <= 6
+            assert values["seconds"][0] > 0
+    assert rows["1 to 1", "foundry"]["equal"] == "1 of 1"
+    assert rows["1 to 2", "foundry"]["apart"][0] < 1e-4
 
 
 @pytest.mark.long
