@@ -1,7 +1,7 @@
 """Kill training runs of several libraries, continue them as each library documents it, and compare the results.
 
-    pip install -e '.[bench]'
-    python benchmarks/resume_fidelity.py [--kills 5] [--sides foundry hf ...] [--seed 0]
+    python -m pip install -e '.[bench]'
+    python benchmarks/resume_fidelity.py [--kills 5] [--sides hf trl_sft ...] [--seed 0]
 
 All sides train the same small Llama with dropout on the same rows for two epochs, on one rank. A run is killed with all
 its processes by SIGKILL, at a random step or inside a save. It is continued twice from the same files: on one rank, and
