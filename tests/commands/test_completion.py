@@ -64,7 +64,7 @@ def test_command_options_are_completed(line, words, completed, run_command):
 def test_overrides_are_completed_after_the_options_of_a_command(completed):
     assert completed("foundry plan every=2 plan.rank") == ["plan.ranks=", "plan.ranks_per_node="]
     assert completed("foundry plan every=2 optimizer=muon rehea") == ["rehearse="]
-    assert completed("foundry plan every=2 optimizer=muon optimizer.mom") == ["optimizer.momentum="]
+    assert completed("foundry plan every=2 optimizer=muon optimizer.nest") == ["optimizer.nesterov="]
     assert completed("foundry eval run=x data=dig") == ["data=digits"]
 
 
