@@ -164,7 +164,7 @@ def kills(options: argparse.Namespace, jobs: int, number: int, longest: float) -
         # A job that is killed after its last record is complete. If its command is killed too, it runs again.
         assert ends.keys() <= {"COMPLETE", "FAIL"}, ends
         assert ends["FAIL"] <= killed["job"], (ends, killed)
-        assert states == {"finished": ends["COMPLETE"], "failed": ends["FAIL"]}, (states, ends)
+        assert states == Counter(finished=ends["COMPLETE"], failed=ends["FAIL"]), (states, ends)
         starts = Counter((folder / "starts.txt").read_text().split())
         again = starts.total() - len(starts)
         assert again <= PLACES * killed["command"], (again, killed)

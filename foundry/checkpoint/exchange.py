@@ -22,7 +22,6 @@ from foundry.checkpoint.folder import (
     CheckpointError,
     DamagedError,
     FileFacts,
-    Manifest,
     Problem,
     file_problems,
     manifest_checksum,
@@ -123,7 +122,7 @@ def complete_on_all_disks(folder: Path, world: World, *, alive: Callable[[], Non
 
 def _survey(folder: Path, world: World, disks: Disks, group: ProcessGroup | None) -> _Survey:
     """Examine a checkpoint on all disks; the ranks of a disk divide its files among themselves."""
-    head = _read_manifest(folder)
+    head, files = _read_manifest(folder)
     main = gather(head, world, group)[0]
     if main.problem is not None:
         if not main.problem.is_damage:
@@ -132,16 +131,17 @@ def _survey(folder: Path, world: World, disks: Disks, group: ProcessGroup | None
     part = head
     if head.manifest == main.manifest:
         peers = disks.peers(world.rank)
-        part = _examine(folder, read_manifest(folder), peers.index(world.rank), len(peers))
+        part = _examine(folder, head.manifest, files, peers.index(world.rank), len(peers))
     parts = gather(part, world, group)
     holders = defaultdict[str, set[int]](set)
     for rank, other in enumerate(parts):
         for name in other.intact:
             holders[name].add(disks.leaders[rank])
-    files = read_manifest(folder).files if world.is_main else None
-    names = sorted(gather(None if files is None else list(files), world, group)[0] or [])
+    names = sorted(gather(list(files) if world.is_main else [], world, group)[0])
     lost = [name for name in names if name not in holders]
     problems = [problem for other in parts for name, problem in other.problems.items() if name in lost]
+    if lost:  # they may be intact on a disk whose manifest cannot be read now
+        problems += [other.problem for other in parts if other.problem is not None and not other.problem.is_damage]
     if unreadable := sorted({problem.message for problem in problems if not problem.is_damage}):
         raise CheckpointError(f"{folder}: {'; '.join(unreadable)}")
     with_manifest = frozenset(
@@ -152,25 +152,27 @@ def _survey(folder: Path, world: World, disks: Disks, group: ProcessGroup | None
     return _Survey(with_manifest, holders, sorted(damage))
 
 
-def _read_manifest(folder: Path) -> _Part:
+def _read_manifest(folder: Path) -> tuple[_Part, Mapping[str, FileFacts]]:
+    """Return the checksum of the manifest, or the error of reading it, and the files that it lists."""
     try:
-        read_manifest(folder)
-        return _Part(manifest=manifest_checksum(folder))
+        files = read_manifest(folder).files
+        return _Part(manifest=manifest_checksum(folder)), files
     except CheckpointError as error:
-        return _Part(problem=Problem(str(error), isinstance(error, DamagedError)))
+        return _Part(problem=Problem(str(error), isinstance(error, DamagedError))), {}
     except OSError as error:
-        return _Part(problem=Problem(f"{MANIFEST} cannot be read ({error.strerror or error})", is_damage=False))
+        return _Part(problem=Problem(f"{MANIFEST} cannot be read ({error.strerror or error})", is_damage=False)), {}
 
 
-def _examine(folder: Path, manifest: Manifest, part: int, num_parts: int) -> _Part:
+def _examine(folder: Path, manifest: str | None, files: Mapping[str, FileFacts], part: int, num_parts: int) -> _Part:
+    """Examine every `num_parts`-th file of a checkpoint, from the file number `part` on."""
     intact, problems = list[str](), dict[str, Problem]()
-    for name in sorted(manifest.files)[part::num_parts]:
-        problem = next(file_problems(folder / name, manifest.files[name]), None)
+    for name in sorted(files)[part::num_parts]:
+        problem = next(file_problems(folder / name, files[name]), None)
         if problem is None:
             intact.append(name)
         else:
             problems[name] = problem
-    return _Part(manifest=manifest_checksum(folder), intact=intact, problems=problems)
+    return _Part(manifest=manifest, intact=intact, problems=problems)
 
 
 def _exchange(folder: Path, survey: _Survey, world: World, disks: Disks, alive: Callable[[], None]) -> None:
@@ -241,6 +243,7 @@ def _copy(
                 if is_receiver and stream is not None:
                     digest.update(view)
                     stream.write(view)
+                    stream.flush()  # an error of the disk must be raised here, so that all ranks raise it
 
             together(read, world)
             if is_leader:

@@ -231,6 +231,8 @@ def _allocate_nested(
     def allocate(tensor: str, dtype: torch.dtype, on_cpu: bool) -> Tensor:
         if saved[tensor] == parameter.shape:
             return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
+        if saved[tensor].numel() > 1 and is_sharded(parameter) and _is_reduced(saved[tensor], parameter.shape):
+            return reduced_zeros(parameter, saved[tensor], dtype)
         return torch.zeros(saved[tensor], dtype=dtype, device="cpu" if on_cpu else parameter.device)
 
     state, tensors = unflatten(text.get("state"), allocate)

@@ -379,16 +379,16 @@ class Checkpointer:
         shards = [f"shard-{rank:05d}.safetensors" for rank in range(self._world.world_size)]
         headers = self._run_together(lambda: read_header(temporary / shards[self._world.rank]))
 
-        def describe_checkpoint() -> tuple[str, str]:
-            index_text = merge_headers(dict(zip(shards, headers, strict=True)))
-            index = write_durably(temporary / INDEX, index_text)
-            manifest = Manifest(**{**vars(job.manifest), "files": {**files, INDEX: index}})
-            return index_text, encode_manifest(manifest)
+        def write_index() -> FileFacts:
+            return write_durably(temporary / INDEX, merge_headers(dict(zip(shards, headers, strict=True))))
 
-        index_text, manifest = self._from_main(describe_checkpoint)
+        def describe_checkpoint() -> str:
+            return encode_manifest(Manifest(**{**vars(job.manifest), "files": {**files, INDEX: write_index()}}))
+
+        manifest = self._from_main(describe_checkpoint)
 
         def publish_other() -> None:
-            write_durably(temporary / INDEX, index_text)
+            write_index()
             publish_encoded(temporary, step, manifest)
 
         self._run_together(partial(self._on_other_disks, publish_other))
@@ -401,22 +401,12 @@ class Checkpointer:
             Steps of the remaining checkpoints.
         """
         self._link(folder, is_best)
-        # Checkpoints of later steps exist only if the run went back to an earlier step; `keep_last` does not count
-        # them.
-        earlier = {parse_step(other): other for other in list_checkpoints(self.run_dir)}
-        steps = [step for step in earlier if step <= parse_step(folder)]
-        old_steps = to_remove(
-            steps,
-            keep_last=self._keep_last,
-            keep_every_steps=self._keep_every_steps,
-            best=linked_step(self.run_dir, BEST),
-        )
         held_step = None if self._mirror is None else self._mirror.held_step
-        self._remove([earlier[step] for step in old_steps if step != held_step])
+        self._remove([other for step, other in self._old_checkpoints(folder).items() if step != held_step])
         return [parse_step(other) for other in list_checkpoints(self.run_dir)]
 
     def _follow(self, folder: Path, is_best: bool, kept: Sequence[int]) -> None:
-        """Do on another disk as rank 0 has done on its own: point the symlinks, and delete the same checkpoints.
+        """Point the symlinks of another disk, and delete checkpoints that neither retention nor rank 0 keeps.
 
         Args:
             folder: the new checkpoint.
@@ -424,8 +414,20 @@ class Checkpointer:
             kept: steps of the checkpoints on the disk of rank 0, including one that is being copied to a store.
         """
         self._link(folder, is_best)
-        steps = {parse_step(other): other for other in list_checkpoints(self.run_dir)}
-        self._remove([other for step, other in steps.items() if step < parse_step(folder) and step not in kept])
+        self._remove([other for step, other in self._old_checkpoints(folder).items() if step not in kept])
+
+    def _old_checkpoints(self, folder: Path) -> dict[int, Path]:
+        """Return the checkpoints on this disk that the retention settings do not keep after a new one, by step."""
+        # Checkpoints of later steps exist only if the run went back to an earlier step; `keep_last` does not count
+        # them.
+        earlier = {parse_step(other): other for other in list_checkpoints(self.run_dir)}
+        old_steps = to_remove(
+            [step for step in earlier if step <= parse_step(folder)],
+            keep_last=self._keep_last,
+            keep_every_steps=self._keep_every_steps,
+            best=linked_step(self.run_dir, BEST),
+        )
+        return {step: earlier[step] for step in old_steps}
 
     def _link(self, folder: Path, is_best: bool) -> None:
         link(folder, LATEST)

@@ -360,7 +360,9 @@ class HasMomentum(Protocol):
 
 def scheduled_momentum(schedule: Schedule, samples_before: int, samples_after: int) -> float | None:
     """Return the momentum of an update; None if the schedule does not set it."""
-    return schedule.momentum(samples_before, samples_after) if isinstance(schedule, HasMomentum) else None
+    if not isinstance(schedule, HasMomentum) or not callable(schedule.momentum):  # it may be a setting of the schedule
+        return None
+    return schedule.momentum(samples_before, samples_after)
 
 
 @runtime_checkable

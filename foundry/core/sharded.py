@@ -48,16 +48,13 @@ def reduced_zeros(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> T
     if not is_sharded(tensor):
         return zeros
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     whole = torch.empty(tuple(shape), device="meta")
-    return DTensor.from_local(
-        zeros,
-        tensor.device_mesh,
-        reduced_placements(tensor, shape),
-        run_check=False,
-        shape=whole.shape,
-        stride=whole.stride(),
-    )
+    meta = TensorMeta(whole.shape, whole.stride(), dtype)
+    spec = DTensorSpec(tensor.device_mesh, reduced_placements(tensor, shape), tensor_meta=meta)
+    # Not `DTensor.from_local`, which moves a part on the CPU to the device of the mesh.
+    return DTensor(zeros, spec, requires_grad=False)
 
 
 def sharded_modules(model: nn.Module) -> "list[FSDPModule]":

@@ -5,7 +5,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -84,7 +84,7 @@ def _find_disks(world: World, run_dir: Path, checkpoint: Checkpoint, stack: Exit
         write = partial(_write_token, run_dir, token, world.rank, tokens)
         on_all_ranks(lambda: write() if world.is_main else None, world, explain)
         patience = _LONG_PATIENCE_SECONDS if checkpoint.mirror is None else _PATIENCE_SECONDS
-        seen = gather(_appears(_token_file(run_dir, token, 0), patience), world)
+        seen = on_all_ranks(lambda: _appears(_token_file(run_dir, token, 0), patience), world, explain)
         if all(seen):
             return world
         if checkpoint.mirror is None:
@@ -100,7 +100,7 @@ def _find_disks(world: World, run_dir: Path, checkpoint: Checkpoint, stack: Exit
                 write()
 
         on_all_ranks(prepare, world, explain)
-        leaders = gather(_find_leader(run_dir, token, world.world_size), world)
+        leaders = on_all_ranks(lambda: _find_leader(run_dir, token, world.world_size), world, explain)
     if None in leaders:
         message = f"is {run_dir}, but rank {leaders.index(None)} sees no folder there that a rank of its node has made"
         raise ConfigError(Violation(_KEY, f"{message}; mount the same disk for all ranks of a node"))
@@ -158,7 +158,8 @@ def _appears(file: Path, seconds: float) -> bool:
             return False
         time.sleep(0.1)
         for folder in (file.parent.parent, file.parent):  # reading a directory refreshes the cache of NFS
-            names_in(folder)
+            with suppress(PermissionError):  # the folder may be closed to listing
+                names_in(folder)
     return True
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from foundry.checkpoint.folder import CheckpointError, list_put_aside, manifest_checksum, read_manifest
+from foundry.checkpoint.folder import CheckpointError, DamagedError, list_put_aside, manifest_checksum, read_manifest
 from foundry.checkpoint.mirror.main import MirrorState
 from foundry.checkpoint.mirror.thread import writer_of
 from foundry.checkpoint.verification import together
@@ -94,8 +94,12 @@ def _take_inventory(run_dir: Path) -> Inventory:
             checkpoints[parse_step(folder)] = LocalCheckpoint(
                 manifest_checksum(folder), present, set(files).difference(present)
             )
-        except (CheckpointError, OSError):  # reported when the checkpoint to resume from is searched
+        except DamagedError:  # reported when the checkpoint to resume from is searched
             continue
+        except (CheckpointError, OSError) as error:
+            if not checkpoints:  # it is newer than all readable ones, so that restoring would replace it
+                message = f"is {run_dir}, where {folder.name} cannot be read: {error}; correct that, or choose another"
+                raise ConfigError(Violation("hydra.run.dir", message)) from None
     run = record.get("run")
     has_checkpoints = bool(folders or list_put_aside(run_dir))
     return Inventory(

@@ -26,6 +26,7 @@ from foundry.config.schemas.root import Config
 from foundry.core.errors import format_reason
 from foundry.core.protocols import Microbatch, Objective
 from foundry.models.lora import frozen_matrices
+from foundry.optim.adamw_cautious import CautiousAdamW
 from foundry.parallel.precision import PrecisionPolicy, cast_inputs
 from foundry.parallel.process_group import World
 from foundry.parallel.tensor_parallel import divided_dims, is_divisible
@@ -277,7 +278,7 @@ def _optimizer_state(config: Config, model: nn.Module) -> tuple[dict[Tensor, int
             for tensor, parameter_state in optimizer.state.items():
                 tensors = [value for value in parameter_state.values() if isinstance(value, Tensor) and value.ndim > 0]
                 state[tensor] = state.get(tensor, 0) + sum(map(num_bytes, tensors))
-            if not fused:  # a fused kernel allocates nothing
+            if not fused or isinstance(optimizer, CautiousAdamW):  # fused kernels allocate nothing; the decay does
                 live = LiveBytes()
                 with live:
                     optimizer.step()

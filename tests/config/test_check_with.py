@@ -39,3 +39,18 @@ def test_out_of_range_value_skips_only_the_checks_that_read_it():
     with pytest.raises(ConfigError) as error:
         compose("hparams.lr=-1", "scheduler.min_lr=1", "optimizer=muon", "peft=lora", "precision=pure_bf16")
     assert [found.key for found in error.value.violations] == ["hparams.lr", "optimizer", "precision"]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["model.residual_scalars=true"],
+        ["optimizer.cautious_weight_decay=true"],
+        ["optimizer=adamw", "optimizer.cautious_weight_decay=true"],
+    ],
+)
+def test_options_whose_effect_bf16_weights_lose_are_refused(overrides):
+    compose(*overrides)
+    with pytest.raises(ConfigError, match=r"lose .* to rounding; choose precision=amp_bfloat16") as error:
+        compose(*overrides, "precision=pure_bf16")
+    assert [found.key for found in error.value.violations] == [overrides[-1].partition("=")[0]]

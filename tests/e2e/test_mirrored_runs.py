@@ -1,6 +1,7 @@
 """Runs with `checkpoint.mirror` resume on an empty machine, bit for bit, and refuse the mirrors of other runs."""
 
 import errno
+import json
 import re
 import shutil
 import signal
@@ -214,6 +215,18 @@ def test_run_does_not_start_if_all_checkpoints_in_the_store_are_damaged(tmp_path
     assert "checkpoint.mirror: is file://" in err
     assert "all of its checkpoints are damaged" in err
     assert not list_checkpoints(tmp_path / "run")
+
+
+def test_checkpoint_that_cannot_be_read_is_not_replaced_from_the_store(tmp_path, text, run_command):
+    command = words(f"file://{tmp_path}/store")
+    run_command(*command)
+    manifest = find(tmp_path / "run", "last") / "manifest.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(later := json.dumps(content | {"format": 999}))
+    _, err = run_command(*command, code=2)
+    assert "hydra.run.dir: is " in err
+    assert "where step_00000012 cannot be read" in err
+    assert manifest.read_text() == later
 
 
 def test_store_of_another_run_is_refused_before_anything_starts(tmp_path, text, run_command):

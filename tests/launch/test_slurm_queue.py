@@ -127,6 +127,14 @@ def test_submission_distinguishes_an_outage_from_a_rejection(commands, tmp_path,
         submit_script(script)
 
 
+@pytest.mark.parametrize("script", ["kill -9 $$", "exit 3"])
+def test_sbatch_that_ends_without_a_reason_may_have_submitted(commands, tmp_path, script):
+    commands(sbatch=script)
+    (path := tmp_path / "job.sh").touch()
+    with pytest.raises(Unreachable, match="sbatch ended with exit code"):
+        submit_script(path)
+
+
 def test_check_of_a_script_distinguishes_an_outage_from_a_rejection(commands):
     commands(sbatch="echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1")
     with pytest.raises(Unreachable, match="Socket timed out on send/recv operation"):

@@ -113,7 +113,10 @@ SNAPSHOT = Snapshot(
     run="r",
     step=3,
     best=2,
-    checkpoint={"a": Part("checkpoints/step_00000003/a.1", 1, "1")},
+    checkpoint={
+        "a": Part("checkpoints/step_00000003/a.1", 1, "1"),
+        "manifest.json": Part("checkpoints/step_00000003/manifest.json.4", 1, "4"),
+    },
     files={"b/c": (Part("files/b/c.2", 2, "2"), Part("files/b/c.3", 1, "3"))},
     number=7,
 )
@@ -193,6 +196,13 @@ def test_snapshot_at_the_place_of_another_step_or_run_is_damaged(store):
     assert (list(snapshots), list(damaged)) == ([3], [4])
     with pytest.raises(DamagedMirrorError, match="another run"):
         read_snapshot(store, "checkpoints/step_00000003/published.json", "other")
+
+
+def test_checkpoint_without_a_manifest_is_damaged(local):
+    bare = Snapshot(run="r", step=3, checkpoint={"a": SNAPSHOT.checkpoint["a"]})
+    local.write("checkpoints/step_00000003/published.json", bare.encode())
+    snapshots, damaged = read_published(local, "r")
+    assert (list(snapshots), list(damaged)) == ([], [3])
 
 
 def test_second_lease_is_refused_while_the_first_sends_heartbeats(store, monkeypatch):

@@ -151,7 +151,8 @@ class Mirror(ABC):
 
         Each step has the checksum of its manifest; ranks on different disks compare it.
         """
-        return {step: checksum for step in self._local_steps() if (checksum := self._checksum_if_present(step))}
+        steps = map(parse_step, list_checkpoints(self.run_dir))
+        return {step: checksum for step in steps if (checksum := self._checksum_if_present(step)) is not None}
 
     def _checksum_if_present(self, step: int) -> str | None:
         folder = self._folder(step)

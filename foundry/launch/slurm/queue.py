@@ -184,7 +184,10 @@ def submit_script(script: Path) -> str:
             fcntl.flock(file, fcntl.LOCK_EX)
         message = _ask(["sbatch", "--parsable", str(script)], descriptors=[file.fileno()])
     if message.returncode:
-        raise Rejected(_rejection(message.stderr))
+        reason = _rejection(message.stderr)
+        if message.returncode < 0 or not reason:  # killed, possibly after Slurm has accepted the script
+            raise Unreachable(reason or f"sbatch ended with exit code {message.returncode} and no message")
+        raise Rejected(reason)
     return _submitted_id(message.stdout)
 
 

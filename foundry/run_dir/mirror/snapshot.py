@@ -19,7 +19,7 @@ from typing import Any
 
 import xxhash
 
-from foundry.run_dir.checkpoints import NAME, step_name
+from foundry.run_dir.checkpoints import MANIFEST, NAME, step_name
 from foundry.run_dir.mirror.store import MissingObjectError, Store, TooLargeError
 from foundry.run_dir.names import CHECKPOINTS, RESULT, STATUS
 
@@ -135,6 +135,8 @@ def read_snapshot(store: Store, name: str, run: str) -> Snapshot:
     folder = PurePosixPath(name).parent.name
     if snapshot.run != run or (NAME.fullmatch(folder) and snapshot.step != step_of(folder)):
         raise DamagedMirrorError(f"{name} belongs to another run or step")
+    if NAME.fullmatch(folder) and MANIFEST not in snapshot.checkpoint:
+        raise DamagedMirrorError(f"{name} lists no {MANIFEST}")
     return snapshot
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from foundry.config.init_std import parse_std
+from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.setting import OnResume, setting
 from foundry.core.errors import Violation, as_text
 from foundry.run_dir.files import in_hub_cache, read_text
@@ -186,8 +187,11 @@ class Transformer(Model):
             yield _without_export("logit_softcap", as_text(self.logit_softcap), "null")
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """Check that tensor parallelism divides heads, feed-forward size and vocabulary evenly."""
+        """Check that tensor parallelism divides all sizes evenly, and the precision of residual scalars."""
         yield from super().check_with(run, launch)
+        if self.residual_scalars and run.precision.mode is PrecisionMode.pure_bf16:
+            message = "is true but bf16 factors near 1 lose their updates to rounding; choose precision=amp_bfloat16"
+            yield Violation("model.residual_scalars", message)
         size = run.distributed.tensor_parallel
         for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size") if self.is_divided else ():
             if (value := getattr(self, name)) % size:

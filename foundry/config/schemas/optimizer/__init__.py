@@ -4,12 +4,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.setting import check_fields, check_unused, setting
 from foundry.core.duration import Budget, Duration
 from foundry.core.errors import Violation, nearest
+
+if TYPE_CHECKING:
+    from foundry.config.environment import Launch
+    from foundry.config.schemas.root import Config
 
 _BF16_STEP = 2.0**-8
 """Relative precision of bf16: smaller relative changes are lost in rounding."""
@@ -131,6 +135,16 @@ class AdamW(Adam):
                 )
                 yield Violation(f"optimizer.{name}", message)
 
+    def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
+        """Check that the precision of the weights is sufficient for cautious weight decay."""
+        yield from _check_cautious_decay(self.cautious_weight_decay, run)
+
+
+def _check_cautious_decay(is_cautious: bool, run: "Config") -> Iterator[Violation]:
+    if is_cautious and run.precision.mode is PrecisionMode.pure_bf16:
+        message = "is true but bf16 weights lose its decay to rounding; choose precision=amp_bfloat16"
+        yield Violation("optimizer.cautious_weight_decay", message)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SGD(Optimizer):
@@ -206,6 +220,10 @@ class Muon(Optimizer):
                 "optimizer.momentum_warmup_start",
                 f"is {self.momentum_warmup_start:g} but must be at most optimizer.momentum={self.momentum:g}; lower it",
             )
+
+    def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
+        """Check that the precision of the weights is sufficient for cautious weight decay."""
+        yield from _check_cautious_decay(self.cautious_weight_decay, run)
 
     def momentum_warmup_samples(self, budget: Budget, horizon: float) -> float | None:
         """Return the length of the momentum warm-up in samples; None if there is none.
