@@ -241,13 +241,12 @@ def train_lightning(job: Job) -> None:
         max_steps=job["steps"],
         gradient_clip_val=1.0,
         deterministic=True,
-        use_distributed_sampler=False,
         callbacks=[saves],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = StatefulDataLoader(Samples(job), batch_size=job["batch_size"] // job["ranks"], sampler=build_sampler(job))
+    loader = StatefulDataLoader(Samples(job), batch_size=job["batch_size"] // job["ranks"], shuffle=True)
     trainer.fit(Module(), loader, ckpt_path="last" if job["resume"] else None)
 
 
