@@ -406,7 +406,7 @@ class Checkpointer:
         return [parse_step(other) for other in list_checkpoints(self.run_dir)]
 
     def _follow(self, folder: Path, is_best: bool, kept: Sequence[int]) -> None:
-        """Point the symlinks of another disk, and delete checkpoints that neither retention nor rank 0 keeps.
+        """Point the symlinks of this disk, and delete old checkpoints that rank 0 does not keep.
 
         Args:
             folder: the new checkpoint.

@@ -54,7 +54,7 @@ def reduced_zeros(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> T
     meta = TensorMeta(whole.shape, whole.stride(), dtype)
     spec = DTensorSpec(tensor.device_mesh, reduced_placements(tensor, shape), tensor_meta=meta)
     # Not `DTensor.from_local`, which moves a part on the CPU to the device of the mesh.
-    return DTensor(zeros, spec, requires_grad=False)
+    return DTensor(zeros, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def sharded_modules(model: nn.Module) -> "list[FSDPModule]":

@@ -68,7 +68,7 @@ class HeadNorm(RMSNorm):
     def forward(self, x: Tensor, projection: Tensor) -> Tensor:  # type: ignore[override]
         """Normalize x: (batch, heads, seq, head_dim), the output of a matrix.
 
-        Under tensor parallelism each rank has the matrix of its own heads, and the gradient of the norm's weight is
+        Under tensor parallelism each rank has the matrix of some heads, and the gradient of the norm's weight is
         summed over the ranks of the matrix.
         """
         return self.normalize(x, replicated_weight(self.weight, projection))

@@ -225,7 +225,7 @@ def test_checkpoint_that_cannot_be_read_is_not_replaced_from_the_store(tmp_path,
     manifest.write_text(later := json.dumps(content | {"format": 999}))
     _, err = run_command(*command, code=2)
     assert "hydra.run.dir: is " in err
-    assert "where step_00000012 cannot be read" in err
+    assert "its step_00000012 cannot be read" in err
     assert manifest.read_text() == later
 
 
