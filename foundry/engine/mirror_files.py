@@ -98,7 +98,7 @@ def _take_inventory(run_dir: Path) -> Inventory:
             continue
         except (CheckpointError, OSError) as error:
             if not checkpoints:  # it is newer than all readable ones, so that restoring would replace it
-                message = f"is {run_dir}, but its {folder.name} cannot be read: {error}; correct that, or choose another"
+                message = f"is {run_dir}, but its {folder.name} cannot be read: {error}; correct it, or choose another"
                 raise ConfigError(Violation("hydra.run.dir", message)) from None
     run = record.get("run")
     has_checkpoints = bool(folders or list_put_aside(run_dir))
