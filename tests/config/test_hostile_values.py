@@ -125,6 +125,7 @@ NEEDED = {
     "objective=distillation": ["objective.teacher=BASE"],
     "objective=sft": ["data=arithmetic"],
     "objective=dpo": ["data=arithmetic", "data.form=preferences"],
+    "hydra/launcher=kubernetes": ["hydra.launcher.image=registry/foundry:1"],
     "hparams=nemo_sft": ["model=transformer", "data.path=setup.cfg"],
     "hparams=sft": ["data=arithmetic"],
     "hparams=dpo": ["data=arithmetic", "data.form=preferences"],

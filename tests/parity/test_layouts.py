@@ -41,7 +41,8 @@ OPTIMIZERS = {
     "adamw": ["optimizer=adamw"],
     "sgd": ["optimizer=sgd", "hparams.lr=0.1"],
 }
-TOLERANCES = {"muon": 2e-5, "muon_options": 2e-5, "adamw": 1e-5, "sgd": 1e-5}
+# AdamW reaches 1.5e-5 on Intel CPUs with AMX, which round the products of different microbatches differently.
+TOLERANCES = {"muon": 2e-5, "muon_options": 2e-5, "adamw": 2e-5, "sgd": 1e-5}
 OTHERS = [
     pytest.param(name, marks=pytest.mark.long) if processes > 2 else name
     for name, (processes, *_) in list(LAYOUTS.items())[1:]
