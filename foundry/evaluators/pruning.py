@@ -112,7 +112,6 @@ class _Trial:
 
     def judge(self, metrics: Mapping[str, float], share: float) -> str | None:
         """Report the study's metric at this fraction of the run; return the reason to end the trial, or None."""
-        from optuna.exceptions import UpdateFinishedTrialError
         from optuna.trial import Trial
 
         value = metrics.get(self._link.metric)
@@ -129,7 +128,7 @@ class _Trial:
                 # numpy's warning if a trial has reported only NaN; the pruner then ends the trial.
                 warnings.filterwarnings("ignore", "All-NaN slice encountered")
                 is_over = self._pruner.prune(study, study.get_trials(deepcopy=False)[number])
-        except (StorageError, UpdateFinishedTrialError, *outages()) as error:  # type: ignore[misc]
+        except (StorageError, RuntimeError, *outages()) as error:  # type: ignore[misc] # RuntimeError: the trial has ended
             log.warning("cannot read whether the search prunes this run (%s); the run continues", error)
             return None
         text = f"pruned: {self._link.metric} {value:.4g} at {share:.0%} of the run is worse than other trials"

@@ -10,7 +10,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import optuna
 from optuna.distributions import BaseDistribution
-from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
@@ -240,7 +239,8 @@ class SearchStudy:
         """Record the result of a trial; return False without an effect if another command has taken over the trial."""
         if not self._is_mine(number):
             return False
-        with suppress(UpdateFinishedTrialError):  # recorded by this command before the storage stopped responding
+        # Optuna's error of a trial that has ended: this command has recorded it before the storage stopped responding.
+        with suppress(RuntimeError):
             self._study.tell(number, value, state=state, skip_if_finished=True)
         return True
 
