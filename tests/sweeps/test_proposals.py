@@ -2,6 +2,7 @@
 
 import random
 import shutil
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
@@ -125,7 +126,8 @@ def test_trial_of_a_process_killed_while_it_records_a_proposal_gets_the_same_val
         append(logs)
 
     monkeypatch.setattr(storage._backend, "append_logs", append_some)
-    with pytest.raises(KeyboardInterrupt):
+    # Optuna 4 writes a proposal in five parts, Optuna 5 in six.
+    with pytest.raises(KeyboardInterrupt) if writes < 5 else suppress(KeyboardInterrupt):
         study.complete(study.add_trial(), proposer)
     again = SearchStudy.find(open_storage(tmp_path / "optuna.jsonl"), "search")
     if writes == 0:
