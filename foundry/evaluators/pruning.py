@@ -12,7 +12,7 @@ from foundry.core.errors import ConfigError, Violation
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
 from foundry.run_dir.names import TRIAL
-from foundry.run_dir.study_storage import VARIABLE, StorageError, open_storage, outages
+from foundry.run_dir.study_storage import VARIABLE, StorageError, ended_trial_error, open_storage, outages
 from foundry.run_dir.trial import SHARED, TrialLink
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class _Trial:
                 # numpy's warning if a trial has reported only NaN; the pruner then ends the trial.
                 warnings.filterwarnings("ignore", "All-NaN slice encountered")
                 is_over = self._pruner.prune(study, study.get_trials(deepcopy=False)[number])
-        except (StorageError, RuntimeError, *outages()) as error:  # type: ignore[misc] # RuntimeError: the trial has ended
+        except (StorageError, ended_trial_error(), *outages()) as error:  # type: ignore[misc]
             log.warning("cannot read whether the search prunes this run (%s); the run continues", error)
             return None
         text = f"pruned: {self._link.metric} {value:.4g} at {share:.0%} of the run is worse than other trials"

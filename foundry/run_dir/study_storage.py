@@ -111,6 +111,13 @@ def outages() -> tuple[type[Exception], ...]:
     return (OSError, StorageInternalError, DBAPIError)
 
 
+def ended_trial_error() -> type[Exception]:
+    """Return the exception of an update of a trial that has ended; Optuna 4.0 has only a general one."""
+    from optuna import exceptions
+
+    return getattr(exceptions, "UpdateFinishedTrialError", RuntimeError)
+
+
 def _open_database(url: str) -> "BaseStorage":
     import optuna
     from optuna.storages import RDBStorage

@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from foundry.config.schemas.sweeper import Wait
 from foundry.launch.ledger import say
-from foundry.run_dir.study_storage import first_line, outages
+from foundry.run_dir.study_storage import ended_trial_error, first_line, outages
 from foundry.sweeps.search.commands import COMMAND, Commands
 from foundry.sweeps.search.proposals import VIEW, Proposal, Proposer, View, is_running
 
@@ -239,8 +239,7 @@ class SearchStudy:
         """Record the result of a trial; return False without an effect if another command has taken over the trial."""
         if not self._is_mine(number):
             return False
-        # Optuna's error of a trial that has ended: this command has recorded it before the storage stopped responding.
-        with suppress(RuntimeError):
+        with suppress(ended_trial_error()):  # recorded by this command before the storage stopped responding
             self._study.tell(number, value, state=state, skip_if_finished=True)
         return True
 
