@@ -113,6 +113,7 @@ VALUES = {
     "tracking.trackers.wandb.mode": "offline",
     "tracking.trackers.wandb.entity": "x",
     "model.embedding_init_std": "0.02",
+    "model.logit_softcap": "30",
     "distributed.start_timeout_seconds": "100",
     "objective.ce_ratio": "0.5",
     "objective.teacher": "{teacher}",
