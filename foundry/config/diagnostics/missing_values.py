@@ -22,7 +22,7 @@ from foundry.core.errors import Violation, as_text, first_line
 
 def missing_values(parent: DictConfig | ListConfig, key: Any, path: str) -> Iterator[Violation]:
     """Yield an error for each value at or below `key` that is missing, cannot be resolved, or is not in a schema."""
-    schema = OmegaConf.get_type(parent)
+    schema: Any = OmegaConf.get_type(parent)
     field_names = None if schema is None else _field_names(schema)
     node: Any = parent._get_child(key, validate_access=False)  # `OmegaConf.is_missing` takes four times as long
     if field_names is not None and key not in field_names:
