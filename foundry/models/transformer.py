@@ -9,7 +9,8 @@ Options, off by default, and their sources:
   https://github.com/karpathy/nanochat);
 - `value_embeddings`: a learned embedding of each token, added to the values of attention (records of modded-nanogpt,
   after the value residuals of Zhou et al., 2024, arXiv:2410.17897);
-- `logit_softcap`: bounded logits (Gemma 2: Gemma Team, 2024, arXiv:2408.00118, section 2).
+- `logit_softcap`: bounded logits (Gemma 2: Gemma Team, 2024, arXiv:2408.00118, section 2);
+- `parametrization`: dependence of initial weights and learning rates on the width (`parametrization.py`).
 """
 
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from foundry.models.flops import matmul_flops
 from foundry.models.initialisation import draw_weights, matrix_draws, resolve_std
 from foundry.models.keyed_draws import Constant, Draw
 from foundry.models.kv_cache import KVCache
+from foundry.models.parametrization import Role, WidthRules, find_roles
 from foundry.models.tensor_parallel import Split
 from foundry.models.token_log_probs import Read, TokenLogProbs, project_log_probs
 from foundry.models.token_loss import TokenLoss, project_loss
@@ -68,9 +70,9 @@ class Transformer(nn.Module):
         if violations := list(settings.check()):
             raise ConfigError(violations)
         self.settings, self.max_seq_len, width = settings, settings.max_seq_len, settings.hidden_size
-        embedding_std = settings.embedding_init_std
-        self.init_std = resolve_std(settings.init_std, width)
-        self.embedding_init_std = self.init_std if embedding_std is None else resolve_std(embedding_std, width)
+        embedding_std, init_width = settings.embedding_init_std, settings.init_width
+        self.init_std = resolve_std(settings.init_std, init_width)
+        self.embedding_init_std = self.init_std if embedding_std is None else resolve_std(embedding_std, init_width)
         blocks = (
             self.block_type(
                 width,
@@ -97,7 +99,12 @@ class Transformer(nn.Module):
             residual_scalars=settings.residual_scalars,
         )
         self.lm_head = None if settings.tie_embeddings else nn.Linear(width, settings.vocab_size, bias=False)
+        self._width_rules = WidthRules(settings.width_ratio, self._find_roles())
         self.init_weights()
+
+    def _find_roles(self) -> dict[str, Role]:
+        roles = find_roles(self, outputs=("lm_head",))
+        return roles if self.lm_head is not None else roles | {"model.norm.weight": Role.output}
 
     def forward(
         self,
@@ -190,8 +197,12 @@ class Transformer(nn.Module):
         return KVCache(len(self.model.layers), length, padding)
 
     def initial_weights(self) -> dict[str, Draw]:
-        """Return the initialization by parameter name, as in `vector_draws` and `matrix_draws`."""
-        return {**self.vector_draws(), **self.matrix_draws(self)}
+        """Return the initialization by parameter name: `vector_draws` and `matrix_draws`, scaled to the width."""
+        return self._width_rules.scale({**self.vector_draws(), **self.matrix_draws(self)})
+
+    def width_rules(self) -> WidthRules:
+        """Return the factors on initial values and learning rates by parameter name."""
+        return self._width_rules
 
     def vector_draws(self) -> dict[str, Draw]:
         """Return the initialization of vectors and scalars: ones, but zeros for factors of embeddings."""
