@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import gcd, lcm
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from foundry.config.schemas.model.base import Model
 from foundry.config.schemas.optimizer import Adam, AdamW, Muon
@@ -75,7 +75,7 @@ class WidthSettings(Model):
         Raises:
             ValueError: a size is not a whole number at this width; the message completes "is WIDTH but ...".
         """
-        sizes = {"hidden_size": width}
+        sizes: dict[str, Any] = {"hidden_size": width}
         for name in self.widths:
             size, remainder = divmod(getattr(self, name) * width, self.hidden_size)
             if remainder or not size:
