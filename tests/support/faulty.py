@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from foundry.checkpoint.saver import Checkpointer
+from foundry.checkpoint.writer import CheckpointWriter
 from foundry.objectives.next_token import NextToken
 
 
@@ -77,7 +77,7 @@ class Objective(NextToken):
         is_faulty = os.environ["FAULTY_RANK"] in ("every", os.environ.get("RANK", "0"))
         self._phase = os.environ.get("FAULTY_PHASE", "step") if is_faulty else None
         if self._phase == "save":
-            Checkpointer._write_files = lambda checkpointer, job: cause()
+            CheckpointWriter._write_files = lambda writer, checkpoint: cause()
 
     def loss(self, model, microbatch):
         self._calls += model.training
