@@ -40,7 +40,7 @@ from foundry.parallel.process_group import Join, World, process_group
 from foundry.parallel.watchdog import CollectiveError
 from foundry.parts.data import build_data
 from foundry.parts.judge import build_judge
-from foundry.run_dir.ends import record_if_dead
+from foundry.run_dir.ends import find_cause, is_consequence, record_if_dead
 from foundry.run_dir.lock import RunDirectoryLostError, check_locked
 from foundry.run_dir.result import find_result
 from foundry.run_dir.status import read_status
@@ -230,7 +230,10 @@ def _report_failure(observers: Sequence[Observer], run_dir: Path) -> Iterator[No
         if isinstance(error, KeyboardInterrupt):
             event = RunEnded(state="stopped", reason="interrupted", result={})
         else:
-            event = RunEnded(state="failed", reason=format_reason(error), result={})
+            reason = format_reason(error)
+            if is_consequence(type(error).__name__, reason):
+                reason = find_cause() or reason
+            event = RunEnded(state="failed", reason=reason, result={})
         for observer in observers:
             observer.on_end(event)
         raise

@@ -26,6 +26,7 @@ from foundry.core.stop_signals import Stopped
 from foundry.launch import local
 from foundry.launch.local import WorkerFailed, describe_exit, exit_code_of, report_failure, run_local
 from foundry.parallel.watchdog import CollectiveError
+from foundry.run_dir import ends
 
 pytestmark = pytest.mark.distributed
 
@@ -129,6 +130,29 @@ def test_error_file_has_no_secrets_and_failing_to_write_it_hides_nothing(monkeyp
     assert "pass-word" not in file.read_text()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "missing" / "error.json"))
     report_failure(ValueError("first line"))
+
+
+def test_cause_of_a_lost_rank_is_the_first_failure_that_a_rank_of_the_node_has_reported(monkeypatch, tmp_path):
+    def report(rank, error, seconds):
+        (tmp_path / str(rank)).mkdir()
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("RANK", str(8 + rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        monkeypatch.setattr(ends.time, "time", lambda: seconds)
+        report_failure(error)
+
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(local.time, "sleep", lambda seconds: None)
+    report(0, CollectiveError("rank 8, step 3: another rank has ended"), 1.0)
+    assert ends.find_cause() is None
+    report(1, ValueError("unknown token: 99"), 3.5)
+    report(2, ValueError("unknown token: 98"), 3.2)
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "error.json").write_text('{"message": "of another program"}')
+    assert ends.find_cause() == "rank 10 failed: ValueError: unknown token: 98"
+    monkeypatch.setenv("LOCAL_RANK", "0")  # not the layout of torchrun: the file is in folder 2
+    assert ends.find_cause() is None
 
 
 @pytest.fixture
