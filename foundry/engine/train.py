@@ -116,6 +116,7 @@ def train(
         with (
             _report_failure(observers, run_dir),
             _record_loss_of_rank_zero(run_dir, world),
+            _refuse_exit(),
             explain_worker_deaths(),
             explain_memory_errors(world.device, world.rank),
         ):
@@ -209,6 +210,21 @@ def _record_loss_of_rank_zero(run_dir: Path, world: World) -> Iterator[None]:
         if not world.is_main:
             record_if_dead(run_dir, f"rank 0 has ended, perhaps killed; {error}")
         raise
+
+
+@contextmanager
+def _refuse_exit() -> Iterator[None]:
+    """Convert the exception of `sys.exit(0)` in a part, which would otherwise end the run as if it had finished.
+
+    Raises:
+        RuntimeError: a part has called `sys.exit(0)`.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        if error.code not in (0, None):
+            raise
+        raise RuntimeError("sys.exit(0) was called before the end of the run; raise an exception instead") from error
 
 
 @contextmanager

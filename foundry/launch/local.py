@@ -116,6 +116,8 @@ def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
             if isinstance(cause, WorkerFailed):
                 cause.was_stopped = bool(signals)
             raise cause
+        if not (folder / _RESULT).exists():  # `os._exit(0)`, or `sys.exit(0)` outside of a run
+            raise WorkerFailed(_first_rank(), f"{describe_exit(0)} before the end of the run")
         result = pickle.loads((folder / _RESULT).read_bytes())  # trusted: the folder has mode 0700
     if isinstance(result, Stopped):
         raise result

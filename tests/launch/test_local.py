@@ -12,6 +12,7 @@ from local_workers import (
     all_reduce,
     configuration_mistake,
     die_silently,
+    exit_early,
     fail_and_say_whether_the_group_is_left,
     fail_on_rank_one,
     fail_with_exit_handlers,
@@ -58,6 +59,11 @@ def test_worker_failed_names_the_rank_that_failed_first(capfd):
     assert str(caught.value) == "rank 1 failed: ValueError: unknown token: 99"
     assert "in fail_on_rank_one" in caught.value.trace
     assert capfd.readouterr().err == ""
+
+
+def test_first_rank_that_exits_early_without_an_error_has_failed():
+    with pytest.raises(WorkerFailed, match=r"^rank 0 failed: ended with exit code 0 before the end of the run$"):
+        run_local(1, exit_early)
 
 
 def test_failing_rank_skips_the_destructors_of_its_libraries(capfd):
