@@ -150,12 +150,17 @@ class Duration:
     @property
     def text(self) -> str:
         """The duration in the user's notation; a fraction is one of the run."""
-        return f"{self.value:.15g} {'run' if self.unit is Unit.fraction else self.unit.value}"
+        return f"{self.value:.15g} {'run' if self.unit is Unit.fraction else self._noun}"
 
     def __str__(self) -> str:
         if self.unit is Unit.fraction:
             return f"{self.value} of the run"
-        return f"{self.value:g} {self.unit.value}"
+        return f"{self.value:g} {self._noun}"
+
+    @property
+    def _noun(self) -> str:
+        """Name of the unit, in the singular for 1."""
+        return self.unit.value.removesuffix("s") if self.value == 1 else self.unit.value
 
 
 def check_rung(length: Duration, budget: Budget) -> None:
