@@ -292,7 +292,11 @@ class EpochInterval:
         return cls(every=every, batch_sizes=budget.batch_sizes, samples_per_epoch=budget.samples_per_epoch)
 
     def steps_in(self, epoch: int) -> int:
-        """Return the number of batches between events in an epoch; epochs are counted from 0."""
+        """Return the number of batches between events in an epoch: at least 1, at most all batches of the epoch.
+
+        Args:
+            epoch: number of the epoch, counted from 0.
+        """
         batches = self._steps_before(epoch + 1) - self._steps_before(epoch)
         interval = self.every if isinstance(self.every, int) else int(batches * self.every)
         return max(1, min(interval, batches))

@@ -222,7 +222,8 @@ def _durations(config: Config, schedule: Schedule, budget: Budget) -> dict[str, 
             resolved["evaluation.interval"] = _meaning(str(evaluation.interval), budget, samples)
         case EpochInterval() as interval:
             steps = interval.steps_in(0)
-            remark = "" if steps <= budget.total_steps else f"; the run has {budget.total_steps}: only at the end"
+            remark = " (all of them)" if isinstance(interval.every, int) and steps < interval.every else ""
+            remark += "" if steps <= budget.total_steps else f"; the run has {budget.total_steps}: only at the end"
             resolved["evaluation.interval"] = (
                 f"{evaluation.interval} = every {_amount(steps, 'step')} of an epoch{remark}"
             )
