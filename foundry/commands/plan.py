@@ -162,7 +162,7 @@ def _content(
     memory = plan_memory(config, fake, data, world_size=ranks, device_type=target.device_type)
     distributed, usable = resolve_distributed(config.distributed, ranks), None
     if target.free_bytes is not None:
-        usable = usable_memory(target.free_bytes, distributed, ranks)
+        usable = usable_memory(target.free_bytes, distributed, ranks, target.device_type)
         check_gradient_sync(config, memory, world_size=ranks, capacity=usable)
     return {
         **build_plan(
