@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/default_recipe.py [--seeds 5] [--jobs 2] [--keep DIR]
 
 All recipes train the same data and tokens. The default is the command `python -m foundry`. The former default has a
-cosine schedule, no norms of queries and keys, and one learning rate for all parameters. Each further side has one option
-of the former default. Other corpora are the documentation of this project and the C headers of Python, in fewer steps.
-Afterwards steps are timed, in short runs of both recipes in turn.
+cosine schedule, no norms of queries and keys, and one learning rate for all parameters. Each further side has one
+option of the former default. Other corpora are the documentation of this project and the C headers of Python, in
+fewer steps. Afterwards steps are timed, in short runs of both recipes in turn.
 """
 
 import argparse
