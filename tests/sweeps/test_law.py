@@ -5,12 +5,10 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foundry.sweeps.scaling.law import DELTA, DesignError, fit, varying
-from foundry.sweeps.scaling.minimization import minimize
+from foundry.sweeps.scaling.law import DesignError, fit, varying
 
 SIZES, TOKENS = (1e5, 4e5, 1.6e6, 6.4e6), (1e7, 4e7, 1.6e8, 6.4e8)
 GRID = np.array(list(itertools.product(SIZES, TOKENS)))
@@ -27,7 +25,7 @@ def noisy(points, seed, size=0.003, **constants):
     return law(points, **KNOWN | constants) * np.exp(size * rng.normal(size=len(points)))
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     first=st.floats(0.15, 0.8),
     second=st.floats(0.15, 0.8),
@@ -44,11 +42,11 @@ def test_fit_recovers_any_law_from_exact_losses(first, second, least, terms):
     assert found.law.loss(far)[0] == pytest.approx(law(far, least, a, first, b, second)[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("seeds", [2, pytest.param(20, marks=pytest.mark.long)])
-def test_intervals_contain_the_known_constants_in_most_noisy_sweeps(seeds):
+@pytest.mark.parametrize(("seeds", "resamples"), [(1, 40), pytest.param(20, 100, marks=pytest.mark.long)])
+def test_intervals_contain_the_known_constants_in_most_noisy_sweeps(seeds, resamples):
     covered, larger = [], np.array([[6.4e7, 6.4e9]])
     for seed in range(seeds):
-        found = fit(GRID, noisy(GRID, seed), ("N", "D"), resamples=100, seed=seed)
+        found = fit(GRID, noisy(GRID, seed), ("N", "D"), resamples=resamples, seed=seed)
         resampled = found.resampled.constants()
         intervals = {name: found.interval(resampled[name], 0.95) for name in KNOWN}
         covered += [low <= KNOWN[name] <= high for name, (low, high) in intervals.items()]
@@ -84,46 +82,9 @@ def test_one_outlier_does_not_move_the_fit():
     assert found.residuals[9] == pytest.approx(math.log(1.4), abs=0.01)
 
 
-def test_fit_is_at_a_minimum_that_lbfgs_of_torch_does_not_improve():
-    """The published procedure: L-BFGS from a grid of starts, in the coordinates log A, log B and log E."""
-    losses = noisy(GRID, 5)
-    found = fit(GRID, losses, ("N", "D"), resamples=1, seed=0)
-    logs, targets = torch.tensor(np.log(GRID)), torch.tensor(np.log(losses))
-
-    def objective(theta):
-        e, a, alpha, b, beta = theta
-        terms = torch.stack([e.expand(len(logs)), a - alpha * logs[:, 0], b - beta * logs[:, 1]])
-        return torch.nn.functional.huber_loss(terms.logsumexp(0), targets, reduction="sum", delta=DELTA)
-
-    constants = found.law.constants()
-    own = [
-        np.log(constants["E"]),
-        np.log(constants["A"]),
-        constants["alpha"],
-        np.log(constants["B"]),
-        constants["beta"],
-    ]
-    assert float(objective(torch.tensor([float(x) for x in own]).double())) == pytest.approx(found.objective, rel=1e-6)
-    starts = [own, [0.5, 5.0, 0.5, 5.0, 0.5], [0.0, 5.0, 0.5, 10.0, 0.5], [-1.0, 10.0, 1.0, 5.0, 0.5]]
-    for start in starts:
-        theta = torch.tensor([float(value) for value in start], dtype=torch.float64, requires_grad=True)
-        optimizer = torch.optim.LBFGS(
-            [theta], max_iter=500, tolerance_grad=1e-12, tolerance_change=1e-15, line_search_fn="strong_wolfe"
-        )
-
-        def closure(theta=theta, optimizer=optimizer):
-            optimizer.zero_grad()
-            loss = objective(theta)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        assert float(objective(theta.detach())) >= found.objective * (1 - 1e-4)
-
-
 def test_seed_determines_the_intervals_but_not_the_law():
     losses = noisy(GRID, 1)
-    first, again, other = (fit(GRID, losses, ("N", "D"), resamples=100, seed=seed) for seed in (0, 0, 1))
+    first, again, other = (fit(GRID, losses, ("N", "D"), resamples=10, seed=seed) for seed in (0, 0, 1))
     assert np.array_equal(first.resampled.theta, again.resampled.theta)
     assert first.predict(GRID[0], 0.9) == again.predict(GRID[0], 0.9)
     assert np.array_equal(first.law.theta, other.law.theta)
@@ -164,20 +125,3 @@ def test_smallest_design_has_a_law_but_no_intervals():
     assert found.resampled is None
     assert found.predict([1e6, 1e8], 0.95)[1] is None
     assert np.abs(found.residuals).max() < 1e-4
-
-
-def test_problems_of_a_batch_do_not_influence_each_other():
-    def rosenbrock(points, rows):
-        x, y = points.T
-        scale = 1.0 + rows
-        values = scale * ((1 - x) ** 2 + 100 * (y - x**2) ** 2)
-        slopes = np.stack([-2 * (1 - x) - 400 * x * (y - x**2), 200 * (y - x**2)], axis=1)
-        return values, scale[:, None] * slopes
-
-    starts = np.array([[-1.2, 1.0], [3.0, -2.0], [0.0, 0.0]])
-    options = {"step": 1e-3, "max_iterations": 500, "tolerance": 1e-9}
-    points, values = minimize(rosenbrock, starts, **options)
-    assert points == pytest.approx(np.ones((3, 2)), abs=1e-6)
-    assert values == pytest.approx(np.zeros(3), abs=1e-12)
-    alone = minimize(rosenbrock, starts[:1], **options)[0]
-    assert np.array_equal(alone[0], points[0])

@@ -7,8 +7,7 @@ import numpy as np
 
 from foundry.run_dir.redact import one_line
 from foundry.sweeps.scaling.analysis import FORMS, Analysis
-from foundry.sweeps.scaling.law import FLOPS_PER_PARAMETER_AND_TOKEN, VARIABLES
-from foundry.sweeps.scaling.minimization import Floats
+from foundry.sweeps.scaling.law import FLOPS_PER_PARAMETER_AND_TOKEN, VARIABLES, Floats
 from foundry.sweeps.scaling.runs import Run
 from foundry.tracking.humanize import count
 from foundry.tracking.plot_style import GREY, ORANGE, head, panels

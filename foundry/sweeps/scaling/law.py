@@ -9,12 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foundry.sweeps.scaling.minimization import Floats, minimize
-
+Floats: TypeAlias = NDArray[np.float64]
 DELTA = 1e-3
 """Residual of a log-loss above which the Huber loss is linear."""
 FLOPS_PER_PARAMETER_AND_TOKEN = 6
@@ -23,14 +23,14 @@ VARIABLES = ("N", "D")
 NAMES: Mapping[str, tuple[str, str]] = {"N": ("A", "alpha"), "D": ("B", "beta")}
 """Names of coefficient and exponent in the term of each variable."""
 
-_EXPONENTS, _SHARES = (0.1, 0.25, 0.5, 1.0, 2.0), (0.1, 0.5, 0.9)
-_FEW_EXPONENTS, _FEW_SHARES = (0.25, 1.0), (0.5,)
-_TOLERANCE = 1e-7
+_EXPONENTS, _SHARES = (0.1, 0.3, 1.0), (0.1, 0.5, 0.9)
+_FEW_EXPONENTS, _FEW_SHARES = (0.5,), (0.5,)
+_OPTIONS = {"gtol": 1e-4, "ftol": 1e-14, "maxiter": 5000, "maxfun": 10_000}
+"""Options of L-BFGS-B. `gtol` bounds the gradient of the objective in units of delta squared."""
 _SAME = 0.01
 """Largest difference of two logarithms that count as one value: 1 %."""
 _COLLINEAR = 0.999
 _DRAWS_PER_RESAMPLE = 2
-_MOST_ELEMENTS = 2_000_000
 LEAST_VALUES = 3
 """Number of different values that determine the coefficient and the exponent of a variable, and E."""
 
@@ -52,8 +52,8 @@ class Law:
 
     def loss(self, points: Floats) -> Floats:
         """Return the losses (..., points) at points (points, len(variables)), which are not logarithms."""
-        terms = _log_terms(self.theta, np.log(points) - self.center)
-        losses: Floats = np.exp(np.logaddexp.reduce(terms, axis=0))
+        terms = np.tensordot(self.theta, _design(np.log(points) - self.center), axes=(-1, -1))
+        losses: Floats = np.exp(np.logaddexp.reduce(terms, axis=-2))
         return losses
 
     def constants(self) -> dict[str, Floats]:
@@ -135,28 +135,6 @@ class Fit:
         return loss, self.interval(self.resampled.loss(points)[:, 0] * np.exp(self.noise), confidence)
 
 
-@dataclass(frozen=True)
-class _Effort:
-    """Number of iterations of a minimization from several starts.
-
-    Attributes:
-        first_iterations: iterations from every start.
-        finished: number of starts that are continued: those with the lowest objective after these iterations.
-        iterations: maximum number of iterations of a continued start.
-        decrease: relative decrease of the objective below which a start has converged.
-    """
-
-    first_iterations: int
-    finished: int
-    iterations: int
-    decrease: float
-
-
-_EXACT = _Effort(first_iterations=40, finished=12, iterations=1000, decrease=1e-14)
-_RESAMPLED = _Effort(first_iterations=15, finished=2, iterations=400, decrease=1e-10)
-"""Effort for resamples, whose objectives differ by much more than the remaining error."""
-
-
 class DesignError(ValueError):
     """The runs do not determine the law; the message has the reason and the remedy."""
 
@@ -211,30 +189,35 @@ def fit(points: Floats, losses: Floats, variables: tuple[str, ...], *, resamples
     columns = [VARIABLES.index(variable) for variable in variables]
     logs = np.log(points[:, columns])
     center = logs.mean(axis=0)
-    problem = _Problem(logs - center, np.log(losses))
-    theta, objective = problem.best(np.ones((1, len(losses))), problem.starts(_EXPONENTS, _SHARES), _EXACT)
-    law = Law(variables, center, theta[0])
+    problem = _Problem(_design(logs - center), np.log(losses))
+    theta, objective = problem.best(np.ones(len(losses)), problem.starts(_EXPONENTS, _SHARES))
+    law, objective = Law(variables, center, theta), DELTA**2 * objective
     residuals = np.log(losses) - np.log(law.loss(points[:, columns]))
     rng = np.random.default_rng(seed)
     weights = _resample(points[:, columns], resamples, rng)
     if weights is None:
-        return Fit(law, None, DELTA**2 * float(objective[0]), residuals, np.empty(0))
-    warm = np.concatenate([theta, problem.starts(_FEW_EXPONENTS, _FEW_SHARES)])
-    resampled = Law(variables, center, problem.best(weights, warm, _RESAMPLED)[0])
-    degrees = len(losses) - len(theta[0])
+        return Fit(law, None, objective, residuals, np.empty(0))
+    starts = [theta, *problem.starts(_FEW_EXPONENTS, _FEW_SHARES)]
+    resampled = np.stack([problem.best(each, starts)[0] for each in weights])
+    degrees = len(losses) - len(theta)
     scaled = residuals * np.sqrt(len(losses) / degrees) if degrees else np.zeros(1)
     noise = rng.choice(scaled, size=len(weights))
-    return Fit(law, resampled, DELTA**2 * float(objective[0]), residuals, noise)
+    return Fit(law, Law(variables, center, resampled), objective, residuals, noise)
 
 
-def _log_terms(theta: Floats, logs: Floats) -> Floats:
-    """Return the logarithms (terms, ..., runs) of E and of each variable's term."""
-    first = np.broadcast_to(theta[..., :1], (*theta.shape[:-1], len(logs)))
-    rest = [
-        theta[..., 1 + 2 * index, None] - theta[..., 2 + 2 * index, None] * logs[:, index]
-        for index in range(logs.shape[1])
-    ]
-    return np.stack([first, *rest])
+def _design(logs: Floats) -> Floats:
+    """Return the array (terms, runs, parameters) whose product with theta is the logarithm of each term.
+
+    Args:
+        logs: (runs, variables) centered logarithms of the variables.
+    """
+    runs, count = logs.shape
+    design = np.zeros((1 + count, runs, 1 + 2 * count))
+    design[0, :, 0] = 1
+    for index in range(count):
+        design[1 + index, :, 1 + 2 * index] = 1
+        design[1 + index, :, 2 + 2 * index] = -logs[:, index]
+    return design
 
 
 @dataclass(frozen=True)
@@ -242,80 +225,54 @@ class _Problem:
     """The sum of Huber losses, in units of delta squared.
 
     Attributes:
-        logs: (runs, variables) centered logarithms of the variables.
+        design: (terms, runs, parameters) see `_design`.
         targets: (runs,) logarithms of the losses.
     """
 
-    logs: Floats
+    design: Floats
     targets: Floats
 
-    def starts(self, exponents: Sequence[float], shares: Sequence[float]) -> Floats:
-        """Return starting points (starts, parameters), whose terms add up to the mean loss at the center."""
-        count = self.logs.shape[1]
-        splits = [(1.0,)] if count == 1 else [(share, 1 - share) for share in shares]
-        middle, starts = float(self.targets.mean()), list[list[float]]()
-        for share, split, powers in product(shares, splits, product(exponents, repeat=count)):
-            terms = middle + np.log((1 - share) * np.array(split))
-            starts.append([middle + math.log(share), *np.column_stack([terms, powers]).ravel()])
-        return np.array(starts)
-
-    def best(self, weights: Floats, starts: Floats, effort: _Effort) -> tuple[Floats, Floats]:
-        """Return the best minimizer (problems, parameters) and its objective (problems,) for each set of weights.
+    def starts(self, exponents: Sequence[float], shares: Sequence[float]) -> list[Floats]:
+        """Return starting points (parameters,), whose terms add up to the mean loss at the center.
 
         Args:
-            weights: (problems, runs) weight of each run.
-            starts: (starts, parameters) starting points of each problem.
-            effort: number of iterations.
+            exponents: exponents of each variable.
+            shares: shares of E in the loss; the other terms have equal parts of the rest.
         """
-        size = max(1, _MOST_ELEMENTS // (len(starts) * len(self.targets)))
-        parts = [self._best(weights[at : at + size], starts, effort) for at in range(0, len(weights), size)]
-        return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+        count, middle = self.design.shape[-1] // 2, float(self.targets.mean())
+        starts = list[Floats]()
+        for share, powers in product(shares, product(exponents, repeat=count)):
+            term = middle + math.log((1 - share) / count)
+            starts.append(np.array([middle + math.log(share), *(x for power in powers for x in (term, power))]))
+        return starts
 
-    def _best(self, weights: Floats, starts: Floats, effort: _Effort) -> tuple[Floats, Floats]:
-        owners = np.repeat(np.arange(len(weights)), len(starts))
-        points, values = self._minimize(
-            weights, owners, np.tile(starts, (len(weights), 1)), effort.first_iterations, effort
-        )
-        kept = min(effort.finished, len(starts))
-        order = np.argsort(values.reshape(len(weights), -1), axis=1, kind="stable")[:, :kept]
-        chosen = (order + len(starts) * np.arange(len(weights))[:, None]).ravel()
-        points, values = self._minimize(weights, owners[chosen], points[chosen], effort.iterations, effort)
-        winners = np.argmin(values.reshape(len(weights), -1), axis=1) + kept * np.arange(len(weights))
-        return points[winners], values[winners]
+    def best(self, weights: Floats, starts: Sequence[Floats]) -> tuple[Floats, float]:
+        """Return the best minimizer (parameters,) from all starts, and its objective.
 
-    def _minimize(
-        self, weights: Floats, owners: NDArray[np.intp], starts: Floats, max_iterations: int, effort: _Effort
-    ) -> tuple[Floats, Floats]:
-        def objective(theta: Floats, rows: NDArray[np.intp]) -> tuple[Floats, Floats]:
-            return self._objective(theta, weights[owners[rows]])
+        Args:
+            weights: (runs,) weight of each run.
+            starts: starting points.
+        """
+        from scipy.optimize import minimize  # type: ignore[import-untyped]
 
-        return minimize(
-            objective,
-            starts,
-            step=DELTA**2,
-            max_iterations=max_iterations,
-            tolerance=_TOLERANCE / DELTA,
-            decrease=effort.decrease,
-        )
+        results = [
+            minimize(self._objective, start, (weights,), method="L-BFGS-B", jac=True, options=_OPTIONS)
+            for start in starts
+        ]
+        result = min(results, key=lambda each: float(each.fun))
+        return result.x, float(result.fun)
 
-    def _objective(self, theta: Floats, weights: Floats) -> tuple[Floats, Floats]:
-        """Return values (batch,) and gradients (batch, parameters) for weights (batch, runs)."""
-        terms = _log_terms(theta, self.logs)
+    def _objective(self, theta: Floats, weights: Floats) -> tuple[float, Floats]:
+        """Return the value and the gradient (parameters,)."""
+        design = self.design.reshape(-1, len(theta))
+        terms = (design @ theta).reshape(-1, len(weights))
         highest = terms.max(axis=0)
-        with np.errstate(invalid="ignore", over="ignore"):
-            parts = np.exp(terms - highest)
-            total = parts.sum(axis=0)
-            residuals = (highest + np.log(total) - self.targets) / DELTA
-            size = np.abs(residuals)
-            values = (weights * np.where(size <= 1, 0.5 * residuals**2, size - 0.5)).sum(axis=-1)
-            slopes = weights * np.clip(residuals, -1, 1) / DELTA
-            shares = slopes / total * parts
-        gradients = np.empty_like(theta)
-        gradients[:, 0] = shares[0].sum(axis=-1)
-        for index in range(self.logs.shape[1]):
-            gradients[:, 1 + 2 * index] = shares[1 + index].sum(axis=-1)
-            gradients[:, 2 + 2 * index] = -(shares[1 + index] @ self.logs[:, index])
-        return np.where(np.isfinite(values), values, np.inf), np.nan_to_num(gradients)
+        parts = np.exp(terms - highest)
+        total = parts.sum(axis=0)
+        residuals = (highest + np.log(total) - self.targets) / DELTA
+        slopes = np.clip(residuals, -1, 1)
+        gradient: Floats = (weights * slopes / total / DELTA * parts).ravel() @ design
+        return float(weights @ (slopes * (residuals - slopes / 2))), gradient
 
 
 def _resample(points: Floats, resamples: int, rng: np.random.Generator) -> Floats | None:
