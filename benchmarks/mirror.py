@@ -38,6 +38,7 @@ from records import Column, Row, Values, finish, parser
 from torch import Tensor, nn
 
 from foundry.checkpoint.mirror.main import MainMirror, MirrorState
+from foundry.checkpoint.mirror.thread import MirroredRun
 from foundry.checkpoint.saver import Checkpointer
 from foundry.parallel.process_group import World
 from foundry.run_dir.lock import lock
@@ -247,12 +248,9 @@ def checkpointers(folder: Path, stack: ExitStack) -> dict[str, Checkpointer]:
     lease = Lease(store)
     lease.take()
     mirror = MainMirror(
-        store,
-        run_dir,
+        MirroredRun(store=store, run_dir=run_dir, world_size=1, seconds=60),
         MirrorState(run="saves"),
         lease,
-        world_size=1,
-        seconds=60,
         identity={"run.json": json.dumps({"run": "saves"}).encode()},
         keep_last=2,
         keep_every_steps=None,

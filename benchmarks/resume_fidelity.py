@@ -78,7 +78,7 @@ SIDES = {
         "Lightning Trainer",
         ("lightning", "torchdata"),
         "`ModelCheckpoint(every_n_train_steps, save_top_k=-1, save_last=True)`, `ckpt_path=last`, torchdata's "
-        "`StatefulDataLoader(shuffle=True)`, which saves its order and place, a batch of 8 divided by the ranks",
+        "`StatefulDataLoader` with its `StatefulDistributedSampler`, a batch of 8 divided by the ranks",
     ),
     "fabric": Side(
         "Lightning Fabric",

@@ -127,10 +127,10 @@ def build_optimizer(model: nn.Module, job: Job) -> tuple[torch.optim.Optimizer, 
     return optimizer, LambdaLR(optimizer, lambda step: max(0.0, 1 - step / job["steps"]))
 
 
-def build_sampler(job: Job) -> DistributedSampler[Any]:
-    """Return PyTorch's sampler of shuffled rows, whose steps have the same samples on any number of ranks."""
+def build_sampler(job: Job, kind: Any = DistributedSampler) -> Any:
+    """Return PyTorch's sampler of shuffled rows or a subclass; a step has the same samples on any number of ranks."""
     rank = int(os.environ.get("RANK", "0"))
-    return DistributedSampler(Samples(job), num_replicas=job["ranks"], rank=rank, shuffle=True, seed=job["seed"])
+    return kind(Samples(job), num_replicas=job["ranks"], rank=rank, shuffle=True, seed=job["seed"])
 
 
 def trainer_settings(job: Job) -> dict[str, Any]:
@@ -216,6 +216,7 @@ def train_lightning(job: Job) -> None:
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
     from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
     class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -241,12 +242,14 @@ def train_lightning(job: Job) -> None:
         max_steps=job["steps"],
         gradient_clip_val=1.0,
         deterministic=True,
+        use_distributed_sampler=False,
         callbacks=[saves],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = StatefulDataLoader(Samples(job), batch_size=job["batch_size"] // job["ranks"], shuffle=True)
+    sampler = build_sampler(job, StatefulDistributedSampler)
+    loader = StatefulDataLoader(Samples(job), batch_size=job["batch_size"] // job["ranks"], sampler=sampler)
     trainer.fit(Module(), loader, ckpt_path="last" if job["resume"] else None)
 
 

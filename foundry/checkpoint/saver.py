@@ -7,61 +7,33 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from foundry import __version__
-from foundry.checkpoint.exchange import find_damage, find_newest
-from foundry.checkpoint.folder import (
-    CheckpointError,
-    FileFacts,
-    Manifest,
-    encode_manifest,
-    link,
-    partial_path,
-    publish,
-    publish_encoded,
-    read_manifest,
-    write_durably,
-    write_json,
-)
+from foundry.checkpoint.exchange import find_newest
+from foundry.checkpoint.folder import CheckpointError, Manifest, partial_path, read_manifest
 from foundry.checkpoint.mirror.thread import Mirror
-from foundry.checkpoint.retention import remove, remove_leftovers, to_remove
 from foundry.checkpoint.rng import rng_state
-from foundry.checkpoint.shard import Chunk, HostCopies, own_chunks, write_shard
-from foundry.checkpoint.tensor_index import INDEX, build_index, merge_headers, read_header
+from foundry.checkpoint.shard import HostCopies, own_chunks
 from foundry.checkpoint.tensors import collect, describe, restore_into
-from foundry.checkpoint.verification import together
+from foundry.checkpoint.writer import CheckpointWriter, NewCheckpoint
 from foundry.core.duration import Interval
 from foundry.core.ema import WeightAverage
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.progress import Progress
 from foundry.core.protocols import SaveError
 from foundry.parallel.process_group import World, side_group
-from foundry.run_dir.checkpoints import BEST, LATEST, linked_step, list_checkpoints, parse_step, step_name
-from foundry.run_dir.files import make_folder
+from foundry.run_dir.checkpoints import step_name
 from foundry.run_dir.names import CHECKPOINTS
 
 log = logging.getLogger(__name__)
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class _Save:
-    """One checkpoint, as this rank writes it."""
-
-    manifest: Manifest
-    chunks: Mapping[str, Chunk]
-    rank_state: Mapping[str, Any]
-    is_best: bool
-    begin: float
 
 
 class Checkpointer:
@@ -120,16 +92,25 @@ class Checkpointer:
             alive: heartbeat for the watchdog, called as the save makes progress while training waits for it.
             mirror: thread that copies each checkpoint into a store; None for a run without a mirror.
         """
-        self.run_dir, self._check_run_dir, self._alive = run_dir, check_run_dir, alive
+        self.run_dir, self._alive = run_dir, alive
         self._model, self._ema, self._optimizers = model, ema, optimizers
         self._trained_only, self._facts = trained_only, facts
         self._interval, self._every_minutes = interval, every_minutes
         self._since = time.monotonic()
         self._is_state_checked = self._is_waited_for = False
-        self._world, self._strict, self._mirror = world, strict, mirror
-        self._keep_last, self._keep_every_steps = keep_last, keep_every_steps
+        self._world, self._strict = world, strict
         # A separate group keeps the background thread's collectives apart from the training thread's.
-        self._group = side_group(world) if asynchronous else None
+        group = side_group(world) if asynchronous else None
+        self._writer = CheckpointWriter(
+            run_dir,
+            world,
+            group,
+            keep_last=keep_last,
+            keep_every_steps=keep_every_steps,
+            check_run_dir=check_run_dir,
+            alive=self._report_alive,
+            mirror=mirror,
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._copies = HostCopies()
         self._pending: Future[None] | None = None
@@ -275,12 +256,12 @@ class Checkpointer:
         )
         if self._thread is not None:  # also with `wait`: waiting for each tensor's copy from a GPU would be slower
             chunks = self._copies.take(chunks, from_host=in_background)
-        job = _Save(full_manifest, chunks, rank_state, is_best, begin)
+        checkpoint = NewCheckpoint(full_manifest, chunks, rank_state, is_best)
         if self._thread is not None and in_background:
-            self._pending = self._thread.submit(self._run, job)
+            self._pending = self._thread.submit(self._run, checkpoint, begin)
         else:
             self._is_waited_for = True
-            self._run(job)
+            self._run(checkpoint, begin)
             self._is_waited_for = False
         self.blocked_seconds = time.perf_counter() - begin
         if wait:
@@ -307,11 +288,11 @@ class Checkpointer:
         if error is not None:
             raise error
 
-    def _run(self, job: _Save) -> None:
+    def _run(self, checkpoint: NewCheckpoint, begin: float) -> None:
         """Write a checkpoint; if that raises an exception, log it, count it and keep it as a `SaveError`."""
-        step = job.manifest.step
+        step = checkpoint.manifest.step
         try:
-            self._write(job)
+            self._writer.write(checkpoint)
         except Exception as error:
             self.failed_saves += 1
             folder = self.run_dir / CHECKPOINTS / step_name(step)
@@ -320,137 +301,12 @@ class Checkpointer:
                 shutil.rmtree(partial_path(self.run_dir, step), ignore_errors=True)
             if self._world.is_main:
                 log.error("%s; earlier checkpoints are kept", self._error)
-        self.seconds = time.perf_counter() - job.begin
-
-    def _write(self, job: _Save) -> None:
-        """Write a checkpoint in phases; a phase begins when all ranks have completed the previous one."""
-        exists = self._run_together(lambda: self._prepare(job.manifest.step) if self._world.leads_disk else None)[0]
-        folder = self.run_dir / CHECKPOINTS / step_name(job.manifest.step)
-        if exists and not find_damage(folder, self._world, self._group):
-            kept = self._from_main(partial(self._point_to, folder, job.is_best))
-        else:
-            files: dict[str, FileFacts] = {}
-            for part in self._run_together(partial(self._write_files, job)):
-                files |= part
-            if self._world.disks is None:
-                kept = self._from_main(partial(self._publish, job, files))
-            else:
-                kept = self._publish_on_all_disks(job, files)
-        if self._world.disks is not None:
-            self._run_together(partial(self._on_other_disks, self._follow, folder, job.is_best, kept))
-        if self._mirror is not None:
-            self._mirror.notify()
-
-    def _prepare(self, step: int) -> bool:
-        """Create a new checkpoint's temporary folder, and return whether a checkpoint of this step already exists."""
-        self._check_run_dir()
-        remove_leftovers(self.run_dir)
-        partial = partial_path(self.run_dir, step)
-        make_folder(partial.parent, parents=True)
-        partial.mkdir()
-        return (partial.parent / step_name(step)).exists()
-
-    def _write_files(self, job: _Save) -> dict[str, FileFacts]:
-        folder, rank = partial_path(self.run_dir, job.manifest.step), f"{self._world.rank:05d}"
-        shard = f"shard-{rank}.safetensors"
-        return {
-            shard: write_shard(folder / shard, job.chunks, self._report_alive),
-            f"rank-{rank}.json": write_json(folder / f"rank-{rank}.json", job.rank_state),
-        }
+        self.seconds = time.perf_counter() - begin
 
     def _report_alive(self) -> None:
         """Send a heartbeat if training waits for this save; otherwise training sends its own heartbeats."""
         if self._alive is not None and self._is_waited_for:
             self._alive()
-
-    def _publish(self, job: _Save, files: Mapping[str, FileFacts]) -> Sequence[int]:
-        partial = partial_path(self.run_dir, job.manifest.step)
-        index = write_durably(partial / INDEX, build_index(partial))
-        manifest = Manifest(**{**vars(job.manifest), "files": {**files, INDEX: index}})
-        return self._point_to(publish(partial, manifest), job.is_best)
-
-    def _publish_on_all_disks(self, job: _Save, files: Mapping[str, FileFacts]) -> Sequence[int]:
-        """Publish a checkpoint on every disk with the same index and manifest; on the disk of rank 0 last.
-
-        A checkpoint counts only if it is on the disk of rank 0, so an interruption leaves none that some disks lack.
-        """
-        step = job.manifest.step
-        temporary = partial_path(self.run_dir, step)
-        shards = [f"shard-{rank:05d}.safetensors" for rank in range(self._world.world_size)]
-        headers = self._run_together(lambda: read_header(temporary / shards[self._world.rank]))
-
-        def write_index() -> FileFacts:
-            return write_durably(temporary / INDEX, merge_headers(dict(zip(shards, headers, strict=True))))
-
-        def describe_checkpoint() -> str:
-            return encode_manifest(Manifest(**{**vars(job.manifest), "files": {**files, INDEX: write_index()}}))
-
-        manifest = self._from_main(describe_checkpoint)
-
-        def publish_other() -> None:
-            write_index()
-            publish_encoded(temporary, step, manifest)
-
-        self._run_together(partial(self._on_other_disks, publish_other))
-        return self._from_main(lambda: self._point_to(publish_encoded(temporary, step, manifest), job.is_best))
-
-    def _point_to(self, folder: Path, is_best: bool) -> Sequence[int]:
-        """Point the symlinks to a checkpoint, then delete the checkpoints that the retention settings do not keep.
-
-        Returns:
-            Steps of the remaining checkpoints.
-        """
-        self._link(folder, is_best)
-        held_step = None if self._mirror is None else self._mirror.held_step
-        self._remove([other for step, other in self._old_checkpoints(folder).items() if step != held_step])
-        return [parse_step(other) for other in list_checkpoints(self.run_dir)]
-
-    def _follow(self, folder: Path, is_best: bool, kept: Sequence[int]) -> None:
-        """Point the symlinks of this disk, and delete old checkpoints that rank 0 does not keep.
-
-        Args:
-            folder: the new checkpoint.
-            is_best: whether to point the symlink `best` to it.
-            kept: steps of the checkpoints on the disk of rank 0, including one that is being copied to a store.
-        """
-        self._link(folder, is_best)
-        self._remove([other for step, other in self._old_checkpoints(folder).items() if step not in kept])
-
-    def _old_checkpoints(self, folder: Path) -> dict[int, Path]:
-        """Return the checkpoints on this disk that the retention settings do not keep after a new one, by step."""
-        # Checkpoints of later steps exist only if the run went back to an earlier step; `keep_last` does not count
-        # them.
-        earlier = {parse_step(other): other for other in list_checkpoints(self.run_dir)}
-        old_steps = to_remove(
-            [step for step in earlier if step <= parse_step(folder)],
-            keep_last=self._keep_last,
-            keep_every_steps=self._keep_every_steps,
-            best=linked_step(self.run_dir, BEST),
-        )
-        return {step: earlier[step] for step in old_steps}
-
-    def _link(self, folder: Path, is_best: bool) -> None:
-        link(folder, LATEST)
-        if is_best:
-            link(folder, BEST)
-
-    def _remove(self, folders: Sequence[Path]) -> None:
-        try:
-            for folder in folders:
-                remove(folder)
-            remove_leftovers(self.run_dir)
-        except OSError as error:
-            log.warning("%s could not be deleted; the next save tries again: %s", error.filename, error.strerror)
-
-    def _on_other_disks(self, work: Callable[..., _T], *args: Any) -> _T | None:
-        return work(*args) if self._world.leads_disk and not self._world.is_main else None
-
-    def _from_main(self, work: Callable[[], _T]) -> _T:
-        """Call a function on rank 0, and return its result on every rank."""
-        return cast(_T, self._run_together(lambda: work() if self._world.is_main else None)[0])
-
-    def _run_together(self, work: Callable[[], _T]) -> Sequence[_T]:
-        return together(work, self._world, self._group)
 
 
 class NoCheckpoints:

@@ -21,6 +21,7 @@ OPTIONS = {
     "train": None,
     "plan": "PlanOptions",
     "lr_find": "FindOptions",
+    "coordinates": "CoordinatesOptions",
     "eval": "EvalOptions",
     "sample": "SampleOptions",
     "export": "ExportOptions",

@@ -8,7 +8,6 @@ at which the loss falls fastest. Only a picture and the numbers are saved.
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -146,65 +145,21 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
     Raises:
         ConfigError: the objective trains on completions, or a part cannot be built.
     """
-    from foundry.config.record.frozen import hash_config
-    from foundry.core.protocols import RunContext, scheduled_momentum
-    from foundry.data.loader import explain_worker_deaths
-    from foundry.engine.assembly import build_trainer
-    from foundry.parallel.determinism import deterministic
-    from foundry.parallel.precision import PrecisionPolicy, fp32_arithmetic
-    from foundry.parallel.process_group import process_group
-    from foundry.parts.data import build_data
-    from foundry.parts.judge import build_judge
-    from foundry.parts.objective import build_objective
-    from foundry.training.guards import LossSpike, NonFiniteError, PersistentSpikeError
-    from foundry.training.memory_error import explain_memory_errors
+    from foundry.engine.short_training import short_training
 
     rates, losses = list[float](), list[float]()
-    with (
-        deterministic(config.hparams.deterministic),
-        fp32_arithmetic(tf32=config.precision.tf32),
-        process_group(config.distributed, config.device.kind) as world,
-        ExitStack() as stack,
-        explain_worker_deaths(),
-        explain_memory_errors(world.device, world.rank),
-    ):
-        data = build_data(config)
-        objective = build_objective(config.objective, config.peft, world, data.tokenizer)
-        if objective.makes_samples:
-            reason = "trains on completions, whose loss does not rank learning rates; compare some: -m hparams.lr=..."
-            raise ConfigError(Violation("objective", f"{type(objective).__name__} {reason}"))
-        if (judge := build_judge(config.environment)) is not None:
-            stack.enter_context(closing(judge))
-        run = RunContext(
-            config=config,
-            config_hash=hash_config(config),
-            data=data,
-            judge=judge,
-            world=world,
-            precision=PrecisionPolicy.from_config(config.precision, world.device),
-            run_dir=run_dir,
-        )
-        trainer, _ = build_trainer(run)
-        stack.callback(trainer.evaluation.close)
-        with trainer.watchdog:
-            for step in range(1, options.steps + 1):
-                rate = options.min * (options.max / options.min) ** ((step - 1) / (options.steps - 1))
-                trainer.watchdog.heartbeat(step, "training")
-                window = trainer.source.next_window()
-                samples_before = trainer.progress.samples
-                trainer.progress.advance(window.num_samples, window.num_tokens)
-                decay = trainer.schedule.weight_decay(samples_before, trainer.progress.samples)
-                momentum = scheduled_momentum(trainer.schedule, samples_before, trainer.progress.samples)
-                try:
-                    loss = trainer.step(window, rate, step, weight_decay=decay, momentum=momentum).loss.item()
-                except (NonFiniteError, LossSpike, PersistentSpikeError):  # a run would end or roll back here
-                    break
-                trainer.watchdog.started()
-                rates.append(rate)
-                losses.append(loss)
-                _show(world.is_main, step, options.steps, rate, loss)
-                if not loss < (lowest := min(losses)) + (options.stop_at - 1) * abs(lowest):  # also true for NaN
-                    break
+    reason = "trains on completions, whose loss does not rank learning rates; compare some: -m hparams.lr=..."
+    with short_training(config, run_dir, generation=reason) as training:
+        for step in range(1, options.steps + 1):
+            rate = options.min * (options.max / options.min) ** ((step - 1) / (options.steps - 1))
+            loss = training.take_step(training.next_window(), rate, step)
+            if loss is None:
+                break
+            rates.append(rate)
+            losses.append(loss)
+            _show(training.world.is_main, step, options.steps, rate, loss)
+            if not loss < (lowest := min(losses)) + (options.stop_at - 1) * abs(lowest):  # also true for NaN
+                break
     return RangeTest(rates, losses)
 
 

@@ -8,10 +8,23 @@ from pathlib import Path
 from foundry.config.diagnostics.flags import find_word
 from foundry.core.exit_codes import ExitCode
 
-COMMANDS = ("train", "plan", "lr_find", "eval", "sample", "export", "report", "scaling", "diff", "sync", "new")
+COMMANDS = (
+    "train",
+    "plan",
+    "lr_find",
+    "coordinates",
+    "eval",
+    "sample",
+    "export",
+    "report",
+    "scaling",
+    "diff",
+    "sync",
+    "new",
+)
 """Modules of this package with a `main()`, in the order of the `--help` page."""
 _COMPLETION = "completion"
-_COMPOSING = ("train", "plan", "lr_find", _COMPLETION)
+_COMPOSING = ("train", "plan", "lr_find", "coordinates", _COMPLETION)
 """Commands that compose a run and accept the options of a project."""
 _HELP = "help"
 _LIKE_A_COMMAND = 0.7

@@ -26,7 +26,7 @@ from foundry.core.stop_signals import signals_as_exit
 from foundry.rehearsal.machine import GPUS, Gpu, find_gpu
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import PLAN, STATUS
-from foundry.run_dir.redact import printable
+from foundry.run_dir.redact import one_line, printable
 
 _DEVICE, _RANKS_PER_NODE = "h100", 8
 """Default GPU and ranks per node of a rehearsal."""
@@ -162,7 +162,7 @@ def _content(
     memory = plan_memory(config, fake, data, world_size=ranks, device_type=target.device_type)
     distributed, usable = resolve_distributed(config.distributed, ranks), None
     if target.free_bytes is not None:
-        usable = usable_memory(target.free_bytes, distributed, ranks)
+        usable = usable_memory(target.free_bytes, distributed, ranks, target.device_type)
         check_gradient_sync(config, memory, world_size=ranks, capacity=usable)
     return {
         **build_plan(
@@ -273,15 +273,18 @@ def _median_step_seconds(path: str) -> float:
         path: run directory, relative to the folder where the command was started.
 
     Raises:
-        ConfigError: the run has no metrics.jsonl, or fewer than two logged steps.
+        ConfigError: the run has no metrics.jsonl, a damaged one, or fewer than two logged steps.
     """
     from foundry.tracking.metrics_file import read_curve
 
     run_dir = Path(to_absolute_path(str(local_path("plan.measured", path))))
     try:
         logged = read_curve(run_dir, "step_seconds")
-    except (FileNotFoundError, ValueError):
+    except FileNotFoundError:
         logged = []
+    except (ValueError, OSError) as error:
+        message = f"is {run_dir}, whose metrics cannot be read: {one_line(str(error))}; choose another run"
+        raise ConfigError(Violation("plan.measured", message)) from None
     steps = [seconds for _, seconds in logged if isinstance(seconds, (int, float)) and isfinite(seconds)][1:]
     if not steps:
         raise ConfigError(

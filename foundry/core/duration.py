@@ -150,12 +150,17 @@ class Duration:
     @property
     def text(self) -> str:
         """The duration in the user's notation; a fraction is one of the run."""
-        return f"{self.value:.15g} {'run' if self.unit is Unit.fraction else self.unit.value}"
+        return f"{self.value:.15g} {'run' if self.unit is Unit.fraction else self._noun}"
 
     def __str__(self) -> str:
         if self.unit is Unit.fraction:
             return f"{self.value} of the run"
-        return f"{self.value:g} {self.unit.value}"
+        return f"{self.value:g} {self._noun}"
+
+    @property
+    def _noun(self) -> str:
+        """Name of the unit, in the singular for 1."""
+        return self.unit.value.removesuffix("s") if self.value == 1 else self.unit.value
 
 
 def check_rung(length: Duration, budget: Budget) -> None:
@@ -287,7 +292,11 @@ class EpochInterval:
         return cls(every=every, batch_sizes=budget.batch_sizes, samples_per_epoch=budget.samples_per_epoch)
 
     def steps_in(self, epoch: int) -> int:
-        """Return the number of batches between events in an epoch; epochs are counted from 0."""
+        """Return the number of batches between events in an epoch: at least 1, at most all batches of the epoch.
+
+        Args:
+            epoch: number of the epoch, counted from 0.
+        """
         batches = self._steps_before(epoch + 1) - self._steps_before(epoch)
         interval = self.every if isinstance(self.every, int) else int(batches * self.every)
         return max(1, min(interval, batches))

@@ -30,6 +30,14 @@ class ModelHooks(Protocol):
         """
         ...
 
+    def width_rules(self) -> Any:
+        """Return the factors on learning rates by parameter name, a `foundry.models.parametrization.WidthRules`.
+
+        Names are those before adapters are added; a parameter with another name has a factor of 1, as do all parameters
+        of a model without this method.
+        """
+        ...
+
     def tensor_parallel_plan(self) -> Mapping[str, Enum]:
         """Return how to divide modules over tensor parallel ranks, by name or by a pattern such as `blocks.*.up`.
 
@@ -76,6 +84,7 @@ class ModelHooks(Protocol):
 Name = Literal[
     "get_fsdp_block_types",
     "initial_weights",
+    "width_rules",
     "tensor_parallel_plan",
     "training_warning",
     "flops_per_sample",

@@ -14,7 +14,7 @@ from typing import Any
 from foundry.checkpoint.folder import CheckpointError, read_manifest
 from foundry.checkpoint.mirror.main import MainMirror, MirrorState
 from foundry.checkpoint.mirror.rank import RankMirror
-from foundry.checkpoint.mirror.thread import Mirror
+from foundry.checkpoint.mirror.thread import Mirror, MirroredRun
 from foundry.checkpoint.resume_point import ResumePoint, check_config
 from foundry.config.build import field_of
 from foundry.config.record.frozen import strict
@@ -109,23 +109,14 @@ def open_mirror(config: Config, config_hash: str, run_dir: Path, world: World, s
     if opened.is_behind:
         restore(store, opened.state, run_dir, world, inventories, with_small_files=opened.lacks_files)
         on_all_ranks(partial(record, True), world, explain_error)
+    run = MirroredRun(store=store, run_dir=run_dir, world_size=world.world_size, seconds=settings.mirror_seconds)
     if lease is None:
-        mirror: Mirror = RankMirror(
-            store,
-            run_dir,
-            rank=world.rank,
-            world_size=world.world_size,
-            seconds=settings.mirror_seconds,
-            damaged=opened.state.damaged,
-        )
+        mirror: Mirror = RankMirror(run, world.rank, opened.state.damaged)
     else:
         mirror = MainMirror(
-            store,
-            run_dir,
+            run,
             opened.state,
             lease,
-            world_size=world.world_size,
-            seconds=settings.mirror_seconds,
             identity=opened.identity,
             keep_last=settings.keep_last,
             keep_every_steps=settings.keep_every,

@@ -40,7 +40,7 @@ from foundry.parallel.process_group import Join, World, process_group
 from foundry.parallel.watchdog import CollectiveError
 from foundry.parts.data import build_data
 from foundry.parts.judge import build_judge
-from foundry.run_dir.ends import record_if_dead
+from foundry.run_dir.ends import find_cause, is_consequence, record_if_dead
 from foundry.run_dir.lock import RunDirectoryLostError, check_locked
 from foundry.run_dir.result import find_result
 from foundry.run_dir.status import read_status
@@ -116,6 +116,7 @@ def train(
         with (
             _report_failure(observers, run_dir),
             _record_loss_of_rank_zero(run_dir, world),
+            _refuse_exit(),
             explain_worker_deaths(),
             explain_memory_errors(world.device, world.rank),
         ):
@@ -212,6 +213,21 @@ def _record_loss_of_rank_zero(run_dir: Path, world: World) -> Iterator[None]:
 
 
 @contextmanager
+def _refuse_exit() -> Iterator[None]:
+    """Convert the exception of `sys.exit(0)` in a part, which would otherwise end the run as if it had finished.
+
+    Raises:
+        RuntimeError: a part has called `sys.exit(0)`.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        if error.code not in (0, None):
+            raise
+        raise RuntimeError("sys.exit(0) was called before the end of the run; raise an exception instead") from error
+
+
+@contextmanager
 def _report_failure(observers: Sequence[Observer], run_dir: Path) -> Iterator[None]:
     """Notify the observers if the body failed or Ctrl-C interrupted it, except after a ConfigError or SystemExit.
 
@@ -230,7 +246,10 @@ def _report_failure(observers: Sequence[Observer], run_dir: Path) -> Iterator[No
         if isinstance(error, KeyboardInterrupt):
             event = RunEnded(state="stopped", reason="interrupted", result={})
         else:
-            event = RunEnded(state="failed", reason=format_reason(error), result={})
+            reason = format_reason(error)
+            if is_consequence(type(error).__name__, reason):
+                reason = find_cause() or reason
+            event = RunEnded(state="failed", reason=reason, result={})
         for observer in observers:
             observer.on_end(event)
         raise

@@ -81,7 +81,8 @@ class FrozenLauncher(Launcher):
 
         Raises:
             ConfigError: the jobs are refused.
-            Unreachable: no job was started, or `attach` finds the jobs that were; the queue calls again later.
+            Unreachable: no job was started, or `attach` finds the jobs that were, or the next call does not start them
+                again; the queue calls again later.
         """
 
     @abstractmethod

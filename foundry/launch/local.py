@@ -24,7 +24,7 @@ from foundry.core.errors import ConfigError, Violation, format_reason
 from foundry.core.exit_codes import ExitCode, code_of_signal
 from foundry.core.safe_path import VARIABLE
 from foundry.core.stop_signals import STOP_SIGNALS, Stopped, end_with_parent, restored_handlers
-from foundry.run_dir.ends import ERROR_FILE, NOTES, leave_note
+from foundry.run_dir.ends import ERROR_FILE, NOTES, is_consequence, leave_note
 
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # from the first failure until SIGTERM to the other ranks, which may fail as a consequence
@@ -33,9 +33,6 @@ _LAST_PATIENCE_SECONDS = 15.0  # from the first failure until SIGKILL; a process
 START = multiprocessing.get_context("spawn")  # CUDA's state does not survive a fork
 _PROCESS = ".process"
 _RESULT = "answer"
-# Error classes and texts of a rank that failed because a peer died; the error of the peer is reported instead.
-_CONSEQUENCES = ("CollectiveError", "DistBackendError", "DistNetworkError", "DistStoreError")
-_CONSEQUENCE_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
 
 
 class WorkerFailed(RuntimeError):
@@ -119,6 +116,8 @@ def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
             if isinstance(cause, WorkerFailed):
                 cause.was_stopped = bool(signals)
             raise cause
+        if not (folder / _RESULT).exists():  # `os._exit(0)`, or `sys.exit(0)` outside of a run
+            raise WorkerFailed(_first_rank(), f"{describe_exit(0)} before the end of the run")
         result = pickle.loads((folder / _RESULT).read_bytes())  # trusted: the folder has mode 0700
     if isinstance(result, Stopped):
         raise result
@@ -363,11 +362,6 @@ def _read_notes(folder: Path) -> list[dict[str, Any]]:
 def _ends_without_note(folder: Path, ends: dict[int, int]) -> dict[int, int]:
     """Return the exit codes by rank of the processes that failed without a note."""
     return {rank: code for rank, code in ends.items() if code and not (folder / f"rank{rank}.json").exists()}
-
-
-def is_consequence(kind: str, reason: str) -> bool:
-    """Return whether a rank's error of class `kind` only reports the loss of another rank."""
-    return kind in _CONSEQUENCES or any(text in reason for text in _CONSEQUENCE_TEXTS)
 
 
 def _is_consequence(note: dict[str, Any]) -> bool:

@@ -44,7 +44,7 @@ class Uniform:
     bound: float
 
     @classmethod
-    def xavier(cls, fan_in: int, fan_out: int) -> "Uniform":
+    def xavier(cls, fan_in: float, fan_out: float) -> "Uniform":
         """Return the distribution with variance 2 / (fan_in + fan_out) (Glorot and Bengio, 2010)."""
         return cls(math.sqrt(6.0 / (fan_in + fan_out)))
 

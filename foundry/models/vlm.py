@@ -9,13 +9,16 @@ from torch import Tensor, nn
 
 from foundry.config.configured import configured_by
 from foundry.config.schemas.model import PrefixVLM as PrefixVLMSettings
+from foundry.models.compute_dtype import to_compute_dtype
+from foundry.models.decoder.block import TransformerBlock
+from foundry.models.decoder.rotary import rotary_table
 from foundry.models.dropout import KeyedDropout
 from foundry.models.flops import matmul_flops
 from foundry.models.keyed_draws import Constant, Draw, Normal
 from foundry.models.kv_cache import KVCache
 from foundry.models.token_log_probs import Read, TokenLogProbs
 from foundry.models.token_loss import TokenLoss
-from foundry.models.transformer import Transformer, TransformerBlock, rotary_table, to_compute_dtype
+from foundry.models.transformer import Transformer
 from foundry.models.varlen import DocumentBounds
 
 PATCH = 8

@@ -1,5 +1,6 @@
 """AdamW with cautious weight decay."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class CautiousAdamW(AdamW):
                 if group["weight_decay"] != 0:
                     self._decay(group)
                 group["weight_decay"] = 0.0
-            super().step()
+            inspect.unwrap(super(CautiousAdamW, type(self)).step)(self)  # without torch's hooks, which run around this
         finally:
             for group, weight_decay in zip(self.param_groups, weight_decays, strict=True):
                 group["weight_decay"] = weight_decay

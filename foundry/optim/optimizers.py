@@ -24,8 +24,10 @@ from foundry.config.schemas.optimizer import NsDtype
 from foundry.config.schemas.optimizer import Optimizer as OptimizerSettings
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.core.errors import ConfigError, Violation, counted, listed
+from foundry.core.model_hooks import hook
 from foundry.core.sharded import is_sharded
 from foundry.models.fsdp_block import find_blocks
+from foundry.models.parametrization import UpdateRule, WidthRules
 from foundry.optim.adamw_bf16 import Bf16AdamW
 from foundry.optim.adamw_cautious import CautiousAdamW, CautiousBf16AdamW
 from foundry.optim.eager import Adam, AdamW
@@ -75,9 +77,10 @@ def muon(
 
     Muon's updates are scaled to the RMS of AdamW's updates (Liu et al., 2025), so that both use `lr`. If `ns_dtype` is
     None, the iteration runs in bf16 if `precision` multiplies matrices in bf16, and otherwise in fp32.
+    `foundry.models.parametrization` derives the factors on the rates of models with `parametrization=mup`.
     """
     matrices = {p for block in find_blocks(model) for p in block.parameters() if p.requires_grad and p.ndim == 2}
-    muon_groups = _groups(model, settings, include=matrices)
+    muon_groups = _groups(model, settings, include=matrices, update=UpdateRule.muon)
     other_groups = _groups(model, settings, include={p for p in model.parameters() if p not in matrices})
     kind = CautiousAdamW if settings.cautious_weight_decay else AdamW
     optimizers: list[Optimizer] = [kind(other_groups, **_moments(model, settings), lr=lr)]
@@ -102,9 +105,12 @@ def muon(
 
 
 def _groups(
-    model: nn.Module, settings: OptimizerSettings, include: Set[nn.Parameter] | None = None
+    model: nn.Module,
+    settings: OptimizerSettings,
+    include: Set[nn.Parameter] | None = None,
+    update: UpdateRule = UpdateRule.adam,
 ) -> list[dict[str, Any]]:
-    return param_groups(model, settings.weight_decay, asdict(settings.groups), include=include)
+    return param_groups(model, settings.weight_decay, asdict(settings.groups), include=include, update=update)
 
 
 def _moments(model: nn.Module, settings: AdamSettings | MuonSettings) -> dict[str, Any]:
@@ -118,24 +124,29 @@ def param_groups(
     groups: Groups | None = None,
     *,
     include: Set[nn.Parameter] | None = None,
+    update: UpdateRule = UpdateRule.adam,
 ) -> list[dict[str, Any]]:
     """Split trainable parameters into parameter groups.
 
     Weight decay applies to matrices, and to biases, norms and other vectors only if a group sets `wd_mult`. Sharded and
     unsharded parameters are in separate groups, because a fused kernel accepts only one kind at a time.
 
+    If the model's `width_rules` scale the learning rate of a parameter, `lr_mult` has this factor and `wd_mult` its
+    inverse, so that the product of learning rate and weight decay does not depend on the width.
+
     Args:
         model: the wrapped model.
         weight_decay: weight decay of parameters with `wd_mult` 1.
         groups: the fields of `foundry.config.schemas.optimizer.ParamGroups`.
         include: parameters to include; None includes all.
+        update: kind of the optimizer's update, which determines the learning rates of `width_rules`.
 
     Raises:
         ConfigError: a group matches no trainable parameter, or two groups match the same parameter.
     """
-    assignment = _assign(model, groups or {})
+    assignment, rules = _assign(model, groups or {}), _width_rules(model)
     members: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    for name, parameter in _inner(model).named_parameters():
         if parameter.requires_grad and (include is None or parameter in include):
             group = assignment.get(parameter)
             lr_mult, wd_mult = (
@@ -143,11 +154,23 @@ def param_groups(
             )
             if wd_mult is None:
                 wd_mult = 0.0 if parameter.ndim < 2 else 1.0
-            members.setdefault((lr_mult, float(wd_mult), is_sharded(parameter)), []).append(parameter)
+            factor = rules.lr_factor(name, update)
+            key = (lr_mult * factor, float(wd_mult) / factor, is_sharded(parameter))
+            members.setdefault(key, []).append(parameter)
     return [
         {"params": params, "weight_decay": weight_decay * wd_mult, "lr_mult": lr_mult, "wd_mult": wd_mult}
         for (lr_mult, wd_mult, _), params in sorted(members.items(), key=lambda item: (item[0][1] == 0, item[0]))
     ]
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """Return the model without DDP, the only wrapper that changes parameter names."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _width_rules(model: nn.Module) -> WidthRules:
+    rules = hook(_inner(model), "width_rules")
+    return WidthRules() if rules is None else rules()
 
 
 def find_coverage_problem(optimizers: object, model: nn.Module) -> str | None:
@@ -206,10 +229,8 @@ def _is_neutral(group: Mapping[str, Any]) -> bool:
 
 
 def _members(model: nn.Module, name: str, match: str | None) -> list[tuple[str, nn.Parameter]]:
-    # DDP is the only wrapper that changes parameter names; unwrap it, so that a pattern means the same for any number
-    # of ranks.
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
-    parameters = [(n, p) for n, p in inner.named_parameters() if p.requires_grad]
+    # Names without DDP, so that a pattern means the same for any number of ranks.
+    parameters = [(n, p) for n, p in _inner(model).named_parameters() if p.requires_grad]
     embeddings = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     if match is not None:
         return [(n, p) for n, p in parameters if re.search(match, n)]

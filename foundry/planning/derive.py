@@ -222,13 +222,20 @@ def _durations(config: Config, schedule: Schedule, budget: Budget) -> dict[str, 
             resolved["evaluation.interval"] = _meaning(str(evaluation.interval), budget, samples)
         case EpochInterval() as interval:
             steps = interval.steps_in(0)
-            remark = "" if steps <= budget.total_steps else f"; the run has {budget.total_steps}: only at the end"
-            resolved["evaluation.interval"] = f"{evaluation.interval} = every {steps} steps of an epoch{remark}"
+            remark = " (all of them)" if isinstance(interval.every, int) and steps < interval.every else ""
+            remark += "" if steps <= budget.total_steps else f"; the run has {budget.total_steps}: only at the end"
+            resolved["evaluation.interval"] = (
+                f"{evaluation.interval} = every {_amount(steps, 'step')} of an epoch{remark}"
+            )
     return resolved
 
 
 def _meaning(text: str, budget: Budget, samples: float, end: float | None = None) -> str:
-    return f"{text} = {_steps(budget, samples, end):.10g} steps = {samples:.10g} samples"
+    return f"{text} = {_amount(_steps(budget, samples, end), 'step')} = {_amount(samples, 'sample')}"
+
+
+def _amount(number: float, noun: str) -> str:
+    return f"{number:.10g} {noun}{'' if number == 1 else 's'}"
 
 
 def _steps(budget: Budget, samples: float, end: float | None = None) -> float:

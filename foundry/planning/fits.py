@@ -85,15 +85,18 @@ def row_tokens(config: Config) -> int | None:
     return int(config.data.seq_len) if field_of(config.data, "packing", False) else None
 
 
-def usable_memory(free_bytes: int, distributed: Resolved, world_size: int) -> int:
-    """Return the bytes of a GPU available for tensors: free memory less a margin for CUDA and NCCL.
+def usable_memory(free_bytes: int, distributed: Resolved, world_size: int, device_type: str) -> int:
+    """Return the bytes of a device available for tensors: free memory, on a GPU less a margin for CUDA and NCCL.
 
     Args:
         free_bytes: free bytes at the start of the run.
         distributed: settings of the strategy; each dimension of a mesh with several dimensions has its own
             communicator.
         world_size: number of ranks.
+        device_type: "cuda" or "cpu".
     """
+    if device_type != "cuda":
+        return free_bytes
     dims = len(distributed.mesh_shape(world_size))
     communicators = 0 if world_size == 1 else 1 if dims <= 1 else 1 + dims
     return max(0, free_bytes - _KERNELS_BYTES - communicators * _COMMUNICATOR_BYTES)
@@ -141,9 +144,8 @@ def check_fits(config: Config, data: DataSplits, world: World) -> None:
     except Exception as error:  # a user's model that cannot be built from fake tensors may still train
         logger.warning("the memory of the run cannot be planned: %s", format_reason(error))
         return
-    capacity = free_memory(world.device, world.local_world_size)
-    if world.device.type == "cuda":
-        capacity = usable_memory(capacity, world.distributed, world.world_size)
+    free_bytes = free_memory(world.device, world.local_world_size)
+    capacity = usable_memory(free_bytes, world.distributed, world.world_size, world.device.type)
     check_gradient_sync(config, memory, world_size=world.world_size, capacity=capacity)
 
 

@@ -25,6 +25,15 @@ NOTES = "FOUNDRY_NOTES"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable with the path of the error file of this process; torchrun sets it and reads the file."""
 
+# Error classes and texts of a rank that failed because a peer died; the error of the peer is reported instead.
+_CONSEQUENCES = ("CollectiveError", "DistBackendError", "DistNetworkError", "DistStoreError")
+_CONSEQUENCE_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
+
+
+def is_consequence(kind: str, reason: str) -> bool:
+    """Return whether a rank's error of class `kind` only reports the loss of another rank."""
+    return kind in _CONSEQUENCES or any(text in reason for text in _CONSEQUENCE_TEXTS)
+
 
 def leave_note(
     *,
@@ -79,6 +88,27 @@ def _error_report(note: Mapping[str, Any]) -> dict[str, Any]:
     if note["trace"]:
         details["py_callstack"] = printable(f"{reason}\n{note['trace']}")
     return {"message": {"message": reason, "errorCode": note["exit_code"], "extraInfo": details}}
+
+
+def find_cause() -> str | None:
+    """Return rank and reason of the first failure on this node, for a rank that only lost another one.
+
+    Ranks write their failures into torchrun's error files, each in a folder with the local rank as its name.
+
+    Returns:
+        One line; None if no rank of this node has reported a cause, or torchrun has not started this process.
+    """
+    own = Path(os.environ.get(ERROR_FILE, ""))
+    if NOTES in os.environ or own.parent.name != os.environ.get("LOCAL_RANK"):
+        return None
+    causes = list[tuple[str, str]]()
+    for path in own.parent.parent.glob(f"*/{own.name}"):
+        with suppress(OSError, ValueError, KeyError, TypeError):  # unreadable, or not written by foundry
+            error = json.loads(read_text(path))["message"]
+            details, reason = error["extraInfo"], str(error["message"])
+            if not is_consequence(details["kind"], reason):
+                causes.append((str(details["time"]), f"rank {details['rank']} failed: {reason}"))
+    return min(causes)[1] if causes else None
 
 
 def record_end(run_dir: Path, reason: str, details: str = "") -> None:

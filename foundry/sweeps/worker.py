@@ -32,12 +32,13 @@ from foundry.config.schemas.root import Config
 from foundry.core.errors import ConfigError, Violation, format_reason
 from foundry.core.exit_codes import ExitCode
 from foundry.core.stop_signals import Stopped
-from foundry.launch.local import WorkerFailed, exit_code_of, format_trace, is_consequence
+from foundry.launch.local import WorkerFailed, exit_code_of, format_trace
 from foundry.launch.slurm.end import ErrorOutput
 from foundry.launch.slurm.queue import will_restart
 from foundry.launch.slurm.task import NotRequeued
 from foundry.launch.start import start
 from foundry.run_dir.attempt import ATTEMPT
+from foundry.run_dir.ends import is_consequence
 from foundry.run_dir.files import make_folder, open_regular, write_atomically
 from foundry.run_dir.lock import RunDirectoryLostError, is_held
 from foundry.run_dir.names import HYDRA, LOG, MLFLOW_PARENT

@@ -23,7 +23,7 @@ from enum import IntFlag
 from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
-from foundry.config.environment import is_local_submitit
+from foundry.config.environment import STORE, detect, is_local_submitit
 from foundry.core.exit_codes import code_of_signal
 from foundry.core.stop_signals import Stopped, ignore
 
@@ -33,6 +33,8 @@ _PARKED_SECONDS = 120.0
 """Sleep of ranks above 0 during a requeue: submitit gives `scontrol requeue` 60 s, after which Slurm ends all tasks."""
 _QUERY_SECONDS = 5.0
 """Delay of the other ranks after rank 0 begins to query Slurm: if a task exits earlier, srun may end all tasks."""
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Environment variable that torchrun sets."""
 
 
 class Boundary(IntFlag):
@@ -190,10 +192,14 @@ def _is_preempted(fields: dict[str, str]) -> bool:
 
 
 def _leave_preempted(job: str, *, is_main: bool) -> None:
-    """On rank 0, request a requeue if Slurm is preempting this job; on other ranks, wait for rank 0's query."""
+    """On rank 0, request a requeue if Slurm is preempting this job; on other ranks, wait for rank 0's query.
+
+    They do not wait if one agent of torchrun or one process of foundry has started all ranks: it lets rank 0 continue.
+    """
     if not is_main:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(_QUERY_SECONDS)
+        if detect().num_nodes > 1 or not {STORE, _TORCHRUN}.intersection(os.environ):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(_QUERY_SECONDS)
     elif _is_preempted(_query_job(job)):
         _scontrol("requeue", job)
 

@@ -87,7 +87,7 @@ class TrainStep:
                 after the other.
             norms: measures norms by block in some steps; None disables it.
         """
-        self._model, self._objective, self._optimizers = model, objective, optimizers
+        self.model, self.objective, self._optimizers = model, objective, optimizers
         self._sync, self._precision, self._world = sync, precision, world
         self._max_norm = math.inf if max_grad_norm is None else max_grad_norm
         self._parameters = [p for p in model.parameters() if p.requires_grad]
@@ -156,7 +156,7 @@ class TrainStep:
 
     def _compute_gradients(self, microbatches: Sequence[Microbatch]) -> tuple[LossSum, Tensor | int]:
         """Accumulate a window's gradients; return this rank's sums, and the number of valid items on all ranks."""
-        num_valid = [self._objective.num_valid(microbatch) for microbatch in microbatches]
+        num_valid = [self.objective.num_valid(microbatch) for microbatch in microbatches]
         count = self._global_count(sum(num_valid))
         # The factor contains `dp_size`, because DDP and FSDP2 average gradients, while the loss is a sum over ranks.
         with self._precision.window(self._world.device):
@@ -208,7 +208,7 @@ class TrainStep:
             on_device = to_device(microbatch, self._world.device)
             with self._sync.microbatch(first=index == 0, last=index == last):
                 with self._precision.autocast(self._world.device):
-                    part = self._objective.loss(self._model, on_device)
+                    part = self.objective.loss(self.model, on_device)
                 total = part.loss * scale
                 scaled = total if self._scaler is None else self._scaler.scale(total)
                 torch.autograd.backward(scaled)

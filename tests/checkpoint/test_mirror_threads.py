@@ -15,6 +15,7 @@ from foundry.checkpoint.folder import Manifest, partial_path, problems, publish,
 from foundry.checkpoint.mirror import thread as mirror_thread
 from foundry.checkpoint.mirror.main import MainMirror, MirrorState
 from foundry.checkpoint.mirror.rank import RankMirror
+from foundry.checkpoint.mirror.thread import MirroredRun
 from foundry.engine.mirror import _check_only_mirrors, _release
 from foundry.run_dir.lock import lock
 from foundry.run_dir.mirror.fetching import fetch_checkpoint
@@ -47,7 +48,12 @@ def mirror_of(store, run_dir, *, world_size=1, seconds=60.0, state=None, **optio
     lease.take()
     default = {"identity": {"run.json": b"{}"}, "keep_last": 2, "keep_every_steps": None}
     state = state or MirrorState(run="r", published=read_published(store, "r")[0])
-    return MainMirror(store, run_dir, state, lease, world_size=world_size, seconds=seconds, **default | options)
+    run = MirroredRun(store=store, run_dir=run_dir, world_size=world_size, seconds=seconds)
+    return MainMirror(run, state, lease, **default | options)
+
+
+def mirror_of_rank_1(store, run_dir, damaged=()):
+    return RankMirror(MirroredRun(store=store, run_dir=run_dir, world_size=2, seconds=60), 1, damaged)
 
 
 def save(checkpointer, step, best=None):
@@ -310,7 +316,7 @@ def save_of_two_ranks(run_dir, step, content=""):
 def test_rank_0_publishes_after_the_other_rank_has_copied(store, run_dir, tmp_path, polls):
     save_of_two_ranks(run_dir, 1)
     main = mirror_of(store, run_dir, world_size=2)
-    other = RankMirror(store, run_dir, rank=1, world_size=2, seconds=60)
+    other = mirror_of_rank_1(store, run_dir)
     main.start()
     wait_until(lambda: len(store.sizes("checkpoints/step_00000001")) == 4)
     assert list_published(store) == []
@@ -327,7 +333,7 @@ def test_other_rank_copies_older_and_damaged_checkpoints(store, run_dir, tmp_pat
     for name in ("published.json", *(["begun.json"] if is_stale else [])):
         store.write(f"checkpoints/step_00000002/{name}", b"damaged")
     main = mirror_of(store, run_dir, world_size=2, keep_last=3, state=MirrorState(run="r", damaged={2}))
-    other = RankMirror(store, run_dir, rank=1, world_size=2, seconds=60, damaged={2})
+    other = mirror_of_rank_1(store, run_dir, damaged={2})
     other.start()
     wait_until(lambda: not other._wakeup.is_set())
     main.start()
@@ -344,7 +350,7 @@ def test_checkpoint_that_the_run_saved_anew_replaces_the_one_in_the_store(store,
         save_of_two_ranks(run_dir, 1, content)
         threads = [mirror_of(store, run_dir, world_size=world_size)]
         if world_size == 2:
-            threads.append(RankMirror(store, run_dir, rank=1, world_size=2, seconds=60))
+            threads.append(mirror_of_rank_1(store, run_dir))
         for thread in reversed(threads):
             thread.start()
         for thread in threads:
@@ -400,7 +406,7 @@ def test_ranks_on_local_disks_copy_their_files(store, run_dir, tmp_path, polls):
     for step in (1, 2):
         save_on_two_disks(run_dir, tmp_path / "other", step)
     main = mirror_of(store, run_dir, world_size=2)
-    other = RankMirror(store, tmp_path / "other", rank=1, world_size=2, seconds=60)
+    other = mirror_of_rank_1(store, tmp_path / "other")
     main.start()
     wait_until(lambda: len(store.sizes("checkpoints/step_00000002")) == 4)
     assert list_published(store) == []
@@ -417,7 +423,7 @@ def test_rank_does_not_copy_files_of_another_checkpoint_of_the_same_step(store, 
     shutil.rmtree(run_dir / "checkpoints")
     save_on_two_disks(run_dir, tmp_path / "newer", 1, "new")
     main = mirror_of(store, run_dir, world_size=2)
-    other = RankMirror(store, tmp_path / "other", rank=1, world_size=2, seconds=60)
+    other = mirror_of_rank_1(store, tmp_path / "other")
     main.start()
     other.start()
     wait_until(lambda: len(store.sizes("checkpoints/step_00000001")) == 4)
@@ -439,7 +445,7 @@ def test_checkpoint_that_another_disk_lacks_is_left_out_and_delays_no_other(stor
     shutil.rmtree(tmp_path / "other" / "checkpoints" / "step_00000002")
     (tmp_path / "other" / "checkpoints" / "step_00000001" / "shard-00001.safetensors").unlink()
     main = mirror_of(store, run_dir, world_size=2, keep_last=3)
-    other = RankMirror(store, tmp_path / "other", rank=1, world_size=2, seconds=60)
+    other = mirror_of_rank_1(store, tmp_path / "other")
     assert sorted(main.copyable()) == [1, 2, 3]
     assert other.copyable() == {3: main.copyable()[3]}
     main.leave_out([1, 2])

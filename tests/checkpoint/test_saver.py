@@ -13,7 +13,7 @@ from support.checkpoint_parts import KNOWN, Net, assert_same, saver, write
 from support.devices import DEVICES, device_of
 from torch.optim import AdamW
 
-from foundry.checkpoint import saver as saver_module
+from foundry.checkpoint import writer as writer_module
 from foundry.checkpoint.folder import problems
 from foundry.checkpoint.saver import SaveError
 from foundry.checkpoint.shard import write_shard
@@ -43,7 +43,7 @@ def test_asynchronous_save_is_a_snapshot_unaffected_by_training(tmp_path, monkey
         assert changed.wait(10)
         return write_shard(path, chunks)
 
-    monkeypatch.setattr(saver_module, "write_shard", late)
+    monkeypatch.setattr(writer_module, "write_shard", late)
     checkpointer = saver(tmp_path / "async", asynchronous=True)
     write(tmp_path / "async", 3, model, optimizers=[optimizer], checkpointer=checkpointer, wait=False)
     assert checkpointer.pending
@@ -71,7 +71,7 @@ def test_awaited_save_does_not_copy_host_memory(asynchronous, device, tmp_path, 
         written.update((name, chunk.local) for name, chunk in chunks.items())
         return write_shard(path, chunks)
 
-    monkeypatch.setattr(saver_module, "write_shard", watched)
+    monkeypatch.setattr(writer_module, "write_shard", watched)
     model = Net(1).to(device_of(device))
     ask(saver(tmp_path, asynchronous=asynchronous), 1, model.state_dict, wait=True)
     is_pinned = device == "cuda" and asynchronous
@@ -90,7 +90,7 @@ def test_save_waits_for_the_previous_save(tmp_path, monkeypatch, caplog):
         assert going.wait(10)
         return write_shard(path, chunks)
 
-    monkeypatch.setattr(saver_module, "write_shard", slow)
+    monkeypatch.setattr(writer_module, "write_shard", slow)
     checkpointer, model = saver(tmp_path, asynchronous=True), Net(1)
     ask(checkpointer, 1, model.state_dict)
     threading.Timer(0.2, going.set).start()
@@ -193,7 +193,7 @@ def test_interrupted_save_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(saver_module, "publish", interrupted)
+        patch.setattr(writer_module, "publish", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ask(saver(tmp_path), 10, Net(10).state_dict)
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
@@ -214,7 +214,7 @@ def test_only_an_awaited_save_sends_heartbeats(tmp_path, monkeypatch):
         assert going.wait(10)
         return write_shard(path, chunks, alive)
 
-    monkeypatch.setattr(saver_module, "write_shard", late)
+    monkeypatch.setattr(writer_module, "write_shard", late)
     checkpointer = saver(tmp_path, asynchronous=True, alive=lambda: beats.append(threading.current_thread()))
     ask(checkpointer, 1, Net(1).state_dict)
     going.set()

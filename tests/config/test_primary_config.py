@@ -4,12 +4,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra._internal.utils import create_config_search_path
 from omegaconf import OmegaConf
 
+from foundry.config.composition import compose as composing
 from foundry.config.composition.compose import config_dir, install
 from foundry.config.composition.hydra_versions import VERSION_BASE
 from foundry.config.schemas.root import to_config
@@ -103,3 +106,14 @@ def test_command_composes_a_valid_custom_primary_config(tmp_path):
     composed = OmegaConf.create(done.stdout)
     assert composed.hparams.seed == 7
     assert composed.optimizer._target_.endswith("muon")
+
+
+@pytest.mark.parametrize("has_own_path", [True, False])
+def test_options_of_the_user_precede_those_of_foundry_and_those_of_tasks_are_last(tmp_path, monkeypatch, has_own_path):
+    tasks = [SimpleNamespace(name="own", config_dir=tmp_path / "task"), SimpleNamespace(name="other", config_dir=None)]
+    monkeypatch.setattr(composing, "installed_tasks", lambda: tasks)
+    search_path = create_config_search_path(str(tmp_path) if has_own_path else config_dir())
+    composing._OptionFolders().manipulate_search_path(search_path)
+    folders = [element.path.removeprefix("file://") for element in search_path.get_path()]
+    own = [str(tmp_path)] if has_own_path else []
+    assert [folder for folder in folders if Path(folder).is_absolute()] == [*own, config_dir(), str(tmp_path / "task")]

@@ -47,8 +47,17 @@ def test_malformed_durations_are_rejected(text):
 def test_integer_one_is_a_step_and_float_one_is_the_whole_run():
     assert Duration.parse("1").unit is Unit.steps
     assert Duration.parse("1.0").unit is Unit.fraction
-    assert str(Duration.parse("1")) == "1 steps"
+    assert str(Duration.parse("1")) == "1 step"
     assert str(Duration.parse("1.0")) == "1.0 of the run"
+
+
+@pytest.mark.parametrize("number", [0, 0.5, 1, 2])
+@pytest.mark.parametrize("unit", ["step", "epoch", "sample", "token", "run"])
+def test_unit_of_a_duration_is_singular_for_one_and_its_text_is_parsed_again(number, unit):
+    duration = Duration(float(number), Unit(unit if unit == "run" else f"{unit}s"))
+    assert str(duration) == duration.text == f"{number} {unit}{'' if unit == 'run' or number == 1 else 's'}"
+    if number <= 1 and (unit != "step" or number != 0.5):
+        assert Duration.parse(duration.text) == duration
 
 
 def test_fraction_without_unit_is_relative_to_the_given_whole():

@@ -71,6 +71,7 @@ def status(shell):
         pytest.param(
             "kill_a_data_worker", ["data.num_workers=1"], 1, WORKER, "DataWorkerError", marks=pytest.mark.long
         ),
+        pytest.param("leave", [], 1, r"RuntimeError: sys\.exit\(0\) was called", "in leave", marks=pytest.mark.long),
         pytest.param("hang", [], 74, STALLED, "in hang", marks=pytest.mark.long),  # takes ten seconds
     ],
 )

@@ -40,6 +40,10 @@ def start(cold_shell):
         agent.communicate()
 
 
+def status(shell):
+    return json.loads((shell.cwd / "run" / "status.json").read_text())
+
+
 def test_summary_of_torchrun_shows_the_cause_in_the_words_of_foundry(start, cold_shell):
     agent = start("--nproc-per-node=2", f"--master-port={free_port()}", fault="fail", rank="1")
     stderr = agent.communicate(timeout=240)[1]
@@ -47,6 +51,7 @@ def test_summary_of_torchrun_shows_the_cause_in_the_words_of_foundry(start, cold
     assert re.search(r"rank +: 1 .*\n +exitcode +: 1 ", root), stderr
     assert re.search(r"error_file: /.*error\.json\n +traceback : ValueError: first line\n", root), stderr
     assert "in fail" in root
+    assert status(cold_shell)["reason"] == "rank 1 failed: ValueError: first line"
 
 
 def test_run_goes_on_after_an_agent_was_killed_and_ends_with_the_same_weights(start, cold_shell, shell):
@@ -60,7 +65,7 @@ def test_run_goes_on_after_an_agent_was_killed_and_ends_with_the_same_weights(st
     (stdout, stderr), (other_stdout, other_stderr) = [agent.communicate(timeout=240) for agent in (host, replacement)]
     assert [host.returncode, replacement.returncode] == [0, 0], stderr + other_stderr
     assert re.search(r"^continues +after step [12]$", stdout + other_stdout, re.MULTILINE)
-    assert json.loads((cold_shell.cwd / "run" / "status.json").read_text())["state"] == "finished"
+    assert status(cold_shell)["state"] == "finished"
     variables = {"FAULT": "nothing", "FAULTY_RANK": "every", "PYTHONPATH": TESTS}
     shell.run(*WORDS[:-1], "hydra.run.dir=undisturbed", "distributed.nproc_per_node=2", variables=variables)
     assert outcome(cold_shell.cwd / "run") == outcome(shell.cwd / "undisturbed")

@@ -43,6 +43,10 @@ def fail_on_rank_one():
         world.all_reduce_sum(torch.ones(1))
 
 
+def exit_early():
+    sys.exit(0)
+
+
 def fail_with_exit_handlers():
     """Fail after registering two exit handlers: Python's prints to stderr, C++'s (run with destructors) to stdout."""
     import atexit

@@ -12,6 +12,7 @@ from local_workers import (
     all_reduce,
     configuration_mistake,
     die_silently,
+    exit_early,
     fail_and_say_whether_the_group_is_left,
     fail_on_rank_one,
     fail_with_exit_handlers,
@@ -26,6 +27,7 @@ from foundry.core.stop_signals import Stopped
 from foundry.launch import local
 from foundry.launch.local import WorkerFailed, describe_exit, exit_code_of, report_failure, run_local
 from foundry.parallel.watchdog import CollectiveError
+from foundry.run_dir import ends
 
 pytestmark = pytest.mark.distributed
 
@@ -57,6 +59,11 @@ def test_worker_failed_names_the_rank_that_failed_first(capfd):
     assert str(caught.value) == "rank 1 failed: ValueError: unknown token: 99"
     assert "in fail_on_rank_one" in caught.value.trace
     assert capfd.readouterr().err == ""
+
+
+def test_first_rank_that_exits_early_without_an_error_has_failed():
+    with pytest.raises(WorkerFailed, match=r"^rank 0 failed: ended with exit code 0 before the end of the run$"):
+        run_local(1, exit_early)
 
 
 def test_failing_rank_skips_the_destructors_of_its_libraries(capfd):
@@ -129,6 +136,29 @@ def test_error_file_has_no_secrets_and_failing_to_write_it_hides_nothing(monkeyp
     assert "pass-word" not in file.read_text()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "missing" / "error.json"))
     report_failure(ValueError("first line"))
+
+
+def test_cause_of_a_lost_rank_is_the_first_failure_that_a_rank_of_the_node_has_reported(monkeypatch, tmp_path):
+    def report(rank, error, seconds):
+        (tmp_path / str(rank)).mkdir()
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("RANK", str(8 + rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        monkeypatch.setattr(ends.time, "time", lambda: seconds)
+        report_failure(error)
+
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(local.time, "sleep", lambda seconds: None)
+    report(0, CollectiveError("rank 8, step 3: another rank has ended"), 1.0)
+    assert ends.find_cause() is None
+    report(1, ValueError("unknown token: 99"), 3.5)
+    report(2, ValueError("unknown token: 98"), 3.2)
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / "error.json").write_text('{"message": "of another program"}')
+    assert ends.find_cause() == "rank 10 failed: ValueError: unknown token: 98"
+    monkeypatch.setenv("LOCAL_RANK", "0")  # not the layout of torchrun: the file is in folder 2
+    assert ends.find_cause() is None
 
 
 @pytest.fixture

@@ -2,11 +2,13 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
@@ -14,7 +16,11 @@ from foundry.config.schemas.launcher import PlacementStrategy, Ray, resolve_laun
 from foundry.core.errors import ConfigError
 from foundry.launch.job_state import Unreachable
 from foundry.launch.ray.cluster import bundle, check_nodes, connect
+from foundry.launch.ray.job import RayJob
 from foundry.launch.ray.launcher import RayLauncher
+from foundry.run_dir.files import read_tail
+from foundry.run_dir.names import RAY
+from foundry.run_dir.status import read_status
 
 CPU_NODE, GPU_NODE = {"CPU": 8.0, "memory": 64.0 * 2**30}, {"CPU": 16.0, "GPU": 4.0, "memory": 64.0 * 2**30}
 
@@ -155,3 +161,97 @@ def test_ray_that_does_not_respond_to_a_signal_is_asked_again():
     launcher._jobs["0"] = Job()
     with pytest.raises(Unreachable, match="no route"):
         launcher.cancel(["0"])
+
+
+class Head:
+    """Head node of a cluster that answers requests for placement groups, or not.
+
+    Args:
+        answers: for each request of a group, whether Ray creates it ("created"), creates it but its answer is lost
+            ("unanswered"), or does not receive the request ("lost"); further requests are "created".
+    """
+
+    def __init__(self, answers):
+        self.answers, self.groups = list(answers), {}
+
+    def create(self, bundles, strategy, name):
+        answer = self.answers.pop(0) if self.answers else "created"
+        if answer == "lost":
+            raise ray_exceptions().RpcError("no route")
+        is_known = name in self.groups
+        self.groups.setdefault(name, object())
+        if answer == "unanswered":
+            raise ray_exceptions().GetTimeoutError("no answer")
+        if is_known:
+            raise ray_exceptions().RaySystemError(f"because name '{name}' already exists.")
+        return self.groups[name]
+
+    def find(self, name):
+        return self.groups[name]
+
+    def remove(self, group):
+        self.groups = {name: other for name, other in self.groups.items() if other is not group}
+
+    def install(self, patch):
+        actor = SimpleNamespace(locate=SimpleNamespace(remote=lambda *arguments: object()))
+        options = SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda: actor))
+        patch.setattr("ray.remote", lambda kind: options)
+        patch.setattr("ray.kill", lambda actor: None)
+        groups = import_module("ray.util.placement_group")  # ray.util has a function of the same name
+        patch.setattr(groups, "placement_group", self.create)
+        patch.setattr(groups, "get_placement_group", self.find)
+        patch.setattr(groups, "remove_placement_group", self.remove)
+        patch.setattr("ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy", lambda group, node: node)
+
+
+def ray_exceptions():
+    return pytest.importorskip("ray.exceptions", reason="needs the package ray")
+
+
+@pytest.fixture(scope="module")
+def config():
+    ray_exceptions()
+    return composed()
+
+
+ANSWERS = st.lists(st.sampled_from(["created", "unanswered", "lost"]), max_size=8)
+
+
+@settings(deadline=None)
+@given(answers=ANSWERS)
+def test_each_job_is_submitted_to_ray_once_over_outages(tmp_path_factory, config, answers):
+    launcher, head = RayLauncher(composed), Head(answers)
+    jobs = [SimpleNamespace(index=index, config=config, run_dir=tmp_path_factory.mktemp("run")) for index in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        head.install(patch)
+        while True:
+            try:
+                ids = launcher.submit(jobs)
+                break
+            except Unreachable:
+                assert len(head.groups) <= 3
+        assert ids == {0: "0", 1: "1", 2: "2"}
+        assert set(head.groups) == {read_tail(job.run_dir / RAY) for job in jobs}
+        launcher.cancel(ids.values())
+    assert head.groups == {}
+
+
+@settings(deadline=None)
+@given(answers=ANSWERS)
+def test_a_restart_during_an_outage_is_one_restart(tmp_path_factory, config, answers):
+    run_dir, head = tmp_path_factory.mktemp("run"), Head(())
+    with pytest.MonkeyPatch.context() as patch:
+        head.install(patch)
+        job = RayJob("module", run_dir, resolve_launcher(config))
+        job.submit()
+        head.answers = list(answers)
+        poll = partial(job._restart, "node n1 has died")
+        while True:
+            try:
+                state = poll()
+                break
+            except (ray_exceptions().RpcError, ray_exceptions().GetTimeoutError):
+                poll = job.poll
+    assert state.detail == "restart 1 of 3 after: node n1 has died"
+    assert read_status(run_dir)["restarts"] == ["node n1 has died"]
+    assert list(head.groups) == [read_tail(run_dir / RAY)]

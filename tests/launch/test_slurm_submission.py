@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 
 import pytest
@@ -71,9 +72,9 @@ def slurm(tmp_path, monkeypatch):
 def sweep(tmp_path, slurm):
     """A function that returns a launcher, as a new command has it, and the jobs of the sweep."""
 
-    def start(num_jobs=2, **settings):
+    def start(num_jobs=2, submitit_folder="%j", **settings):
         folder = tmp_path / "sweep"
-        launcher_settings = Slurm(submitit_folder=str(folder / ".submitit/%j"), name="night", **settings)
+        launcher_settings = Slurm(submitit_folder=str(folder / ".submitit" / submitit_folder), name="night", **settings)
         hydra = {"launcher": OmegaConf.structured(launcher_settings), "sweep": {"dir": str(folder)}}
         hydra["job"] = {"name": "foundry"}
         config = OmegaConf.create({"hydra": hydra})
@@ -91,11 +92,11 @@ def sweep(tmp_path, slurm):
     return start
 
 
-def submit_in_killed_process(sweep, num_jobs=2):
+def submit_in_killed_process(sweep, *arguments):
     """Submit the jobs in a process that `sbatch` kills."""
     if (process := os.fork()) == 0:
         try:
-            launcher, jobs = sweep(num_jobs)
+            launcher, jobs = sweep(*arguments)
             launcher.submit(jobs)
         finally:
             os._exit(1)
@@ -147,6 +148,27 @@ def test_jobs_of_a_command_that_was_killed_in_sbatch_are_found(sweep, slurm, num
     submit_in_killed_process(sweep, num_jobs)
     launcher, jobs = sweep(num_jobs)
     assert not (jobs[0].run_dir / SUBMISSION).exists()
+    assert launcher.attach(jobs) == dict(enumerate(ids))
+    assert_submitted(jobs, ids)
+    assert slurm.num_submissions == 1
+
+
+@pytest.mark.parametrize("folder", ["%j", "%A/it's %j", "all"])
+@pytest.mark.parametrize("has_array", [False, True])
+def test_jobs_that_start_before_the_killed_command_is_repeated_run_and_are_attached(sweep, slurm, folder, has_array):
+    """Each job finds its own file, also when it is requeued, and the next command submits none again."""
+    ids, text = (["31_0", "31_1"], ARRAY) if has_array else (["31"], SINGLE)
+    slurm.report_jobs(text.format(state="RUNNING"))
+    slurm.write("sbatch", f"{ACCEPT}; kill -9 $PPID")
+    submit_in_killed_process(sweep, len(ids), folder)
+    launcher, jobs = sweep(len(ids), folder)
+    script = slurm.queue.read_text().removeprefix("31 ").strip()
+    for number, (job, job_id) in enumerate(zip(jobs, ids, strict=True)):
+        array = {"SLURM_ARRAY_JOB_ID": "31", "SLURM_ARRAY_TASK_ID": str(number)} if has_array else {}
+        for _attempt in range(2):
+            subprocess.run(["bash", script], env={**os.environ, "SLURM_JOB_ID": str(31 + number), **array}, check=True)
+            paths = JobPaths(job.config.hydra.launcher.submitit_folder, job_id=job_id)
+            assert DelayedSubmission.load(paths.submitted_pickle).args == (str(job.run_dir),)
     assert launcher.attach(jobs) == dict(enumerate(ids))
     assert_submitted(jobs, ids)
     assert slurm.num_submissions == 1

@@ -6,7 +6,7 @@ from support.composition import configure
 from support.devices import DEVICES, Operations, device_of
 from support.tiny import SMALL_LM
 
-from foundry.models.transformer import RMSNorm
+from foundry.models.decoder.norms import RMSNorm
 from foundry.parts.model import build_model
 
 FUSED = {

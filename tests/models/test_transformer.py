@@ -6,8 +6,10 @@ from transformers import AutoModelForCausalLM
 
 from foundry.config.schemas.model import Transformer as TransformerSettings
 from foundry.core.errors import ConfigError
+from foundry.models.decoder.block import TransformerBlock
+from foundry.models.decoder.rotary import rotary_table
 from foundry.models.fsdp_block import find_blocks
-from foundry.models.transformer import Transformer, TransformerBlock, rotary_table
+from foundry.models.transformer import Transformer
 
 SIZES = {
     "vocab_size": 61,

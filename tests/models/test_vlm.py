@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from foundry.core.errors import ConfigError
+from foundry.models.decoder.rotary import rotary_table, rotate
 from foundry.models.fsdp_block import find_blocks
 from foundry.models.token_loss import TokenLoss
-from foundry.models.transformer import rotary_table, rotate
 from foundry.models.vlm import PrefixBlock, PrefixVLM
 from foundry.parallel.checkpointing import checkpointed
 

@@ -1,11 +1,15 @@
 """AdamW with cautious weight decay matches an update of single tensors, written out."""
 
+from collections import Counter
+
 import pytest
 import torch
 from support.composition import configure
 from support.harness import run_ranks
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from foundry.optim.adamw_bf16 import Bf16AdamW
 from foundry.optim.adamw_cautious import CautiousAdamW, CautiousBf16AdamW
 from foundry.optim.eager import AdamW
 from foundry.optim.optimizers import adamw, muon
@@ -54,6 +58,25 @@ def test_cautious_adamw_matches_the_formula(kind, fused, weight_decay):
         assert torch.allclose(parameter.double(), expected, rtol=1e-5, atol=1e-3 if rounds else 1e-6)
         if decay and start.numel() > 1:
             assert not torch.allclose(expected, written_out(start, given, 0.0, rounds), atol=5e-3)
+
+
+@pytest.mark.parametrize("kind", [CautiousAdamW, CautiousBf16AdamW])
+def test_hooks_of_torch_run_once_per_step(kind):
+    """Torch wraps the step of each class when it creates the first optimizer of the class."""
+    counts = Counter()
+    for other in (AdamW, Bf16AdamW, kind):
+        optimizer = other([nn.Parameter(torch.ones(3))], **OPTIONS)
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(3)
+    hooks = [
+        register_optimizer_step_pre_hook(lambda *arguments: counts.update(["global pre"])),
+        register_optimizer_step_post_hook(lambda *arguments: counts.update(["global post"])),
+        optimizer.register_step_pre_hook(lambda *arguments: counts.update(["pre"])),
+        optimizer.register_step_post_hook(lambda *arguments: counts.update(["post"])),
+    ]
+    optimizer.step()
+    for hook in hooks:
+        hook.remove()
+    assert counts == {"global pre": 1, "global post": 1, "pre": 1, "post": 1}
 
 
 def test_weight_decay_applies_only_where_the_update_moves_a_weight_towards_zero():

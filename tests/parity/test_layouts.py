@@ -38,17 +38,19 @@ OPTIMIZERS = {
         "optimizer.cautious_weight_decay=true",
         "optimizer.row_variance=true",
     ],
+    "muon_mup": ["optimizer=muon", "model.parametrization=mup", "model.base_width=16"],
     "adamw": ["optimizer=adamw"],
+    "adamw_mup": ["optimizer=adamw", "model.parametrization=mup", "model.base_width=16", "model.tie_embeddings=true"],
     "sgd": ["optimizer=sgd", "hparams.lr=0.1"],
 }
 # AdamW reaches 1.5e-5 on Intel CPUs with AMX, which round the products of different microbatches differently.
-TOLERANCES = {"muon": 2e-5, "muon_options": 2e-5, "adamw": 2e-5, "sgd": 1e-5}
+TOLERANCES = {**dict.fromkeys(OPTIMIZERS, 2e-5), "sgd": 1e-5}
 OTHERS = [
     pytest.param(name, marks=pytest.mark.long) if processes > 2 else name
     for name, (processes, *_) in list(LAYOUTS.items())[1:]
 ]
 CASES = [("lm", "muon")]
-LONG_CASES = [("lm", "sgd"), ("lm", "muon_options")]
+LONG_CASES = [("lm", name) for name in ("sgd", "muon_options", "muon_mup", "adamw_mup")]
 LONG_CASES += [(task, "adamw") for task in ("lm", "diffusion", "policy", "vlm", "vla")]
 if os.environ.get("FOUNDRY_ALL_LAYOUTS"):
     LONG_CASES += [(task, optimizer) for task in ("diffusion", "policy", "vlm", "vla") for optimizer in ("muon", "sgd")]

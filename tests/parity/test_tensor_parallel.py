@@ -39,6 +39,12 @@ VARIANTS = {
         "model.value_embeddings=[0,-1]",
         "model.logit_softcap=2",
     ],
+    "muon, parametrized for the width": [
+        "optimizer=muon",
+        "hparams.lr=2e-3",
+        "model.parametrization=mup",
+        "model.base_width=16",
+    ],
     "tied, averaged and recomputed": [
         "model.tie_embeddings=true",
         "hparams.ema_decay=0.9",

@@ -56,6 +56,10 @@ def test_plan_of_a_ramped_run_has_stages_phases_and_durations(configure):
     [
         ("30", "30 = 30 steps = 240 samples"),
         ("'30 epoch_steps'", "30 epoch_steps = every 30 steps of an epoch"),
+        (
+            "'200 epoch_steps'",
+            "200 epoch_steps = every 125 steps of an epoch (all of them); the run has 100: only at the end",
+        ),
         ("1.0", "1.0 = every 125 steps of an epoch; the run has 100: only at the end"),
     ],
 )

@@ -401,8 +401,9 @@ def test_gradient_sync_last_is_rejected_if_gradients_do_not_fit(configure, overr
 )
 def test_usable_memory_leaves_room_for_kernels_and_each_communicator(distributed, world_size, communicators):
     margin = (700 + 688 * communicators) * 2**20
-    assert usable_memory(2**36, distributed, world_size) == 2**36 - margin
-    assert usable_memory(margin - 1, distributed, world_size) == 0
+    assert usable_memory(2**36, distributed, world_size, "cuda") == 2**36 - margin
+    assert usable_memory(margin - 1, distributed, world_size, "cuda") == 0
+    assert usable_memory(margin - 1, distributed, world_size, "cpu") == margin - 1
 
 
 def test_check_fits_counts_memory_held_by_other_processes(configure, monkeypatch):

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -211,19 +212,25 @@ def test_slurm_jobs_continue_if_the_sweep_process_is_killed(cluster):
     assert [cluster.slurm_id(job) for job in (0, 1)] == submitted
 
 
-def test_slurm_jobs_are_submitted_once_if_the_sweep_process_is_killed_during_sbatch(cluster):
-    """Kill the process when Slurm has accepted the jobs, before it can record their ids."""
+@contextmanager
+def killing_sbatch(cluster):
+    """Kill the process of a sweep when Slurm has accepted the jobs, before it can record their ids."""
     sbatch, environment, command = cluster.cwd / "bin" / "sbatch", cluster.environment, shutil.which("sbatch")
     sbatch.parent.mkdir()
     sbatch.write_text(f'#!/bin/sh\n{command} "$@" || exit\ncase "$*" in *.sh) kill -9 $PPID;; esac\n')
     sbatch.chmod(0o755)
-    cluster.ask("scontrol", "update", "nodename=n1,n2", "state=drain", "reason=upkeep")
     cluster.environment = {**environment, "PATH": f"{sbatch.parent}:{environment['PATH']}"}
+    yield
+    cluster.environment = environment
+
+
+def test_slurm_jobs_are_submitted_once_if_the_sweep_process_is_killed_during_sbatch(cluster):
+    cluster.ask("scontrol", "update", "nodename=n1,n2", "state=drain", "reason=upkeep")
     overrides = [*SLURM, "hparams.seed=1,2", "hparams.max_steps=3"]
-    cluster.finish(cluster.sweep(*overrides), code=-signal.SIGKILL)
+    with killing_sbatch(cluster):
+        cluster.finish(cluster.sweep(*overrides), code=-signal.SIGKILL)
     assert not (cluster.cwd / "s/0/slurm.json").exists()
     (array,) = cluster.ask("squeue", "--noheader", "--format=%F").split()
-    cluster.environment = environment
     driver = cluster.sweep(*overrides)
     cluster.wait(lambda: f"job 1 (hparams.seed=2) is already in the queue as {array}_1" in cluster.output)
     assert cluster.ask("squeue", "--noheader", "--format=%F").split() == [array]
@@ -231,6 +238,21 @@ def test_slurm_jobs_are_submitted_once_if_the_sweep_process_is_killed_during_sba
     cluster.finish(driver)
     assert [cluster.status(job) for job in (0, 1)] == [("finished", "")] * 2
     assert [cluster.slurm_id(job) for job in (0, 1)] == [f"{array}_0", f"{array}_1"]
+
+
+def test_slurm_jobs_that_run_before_the_killed_command_is_repeated_are_watched_by_it(cluster):
+    overrides = [*SLURM, *cluster.own_objective(), "hparams.seed=1,2", "hparams.max_steps=30"]
+    with killing_sbatch(cluster):
+        cluster.finish(cluster.sweep(*overrides), code=-signal.SIGKILL)
+    for job in (0, 1):
+        cluster.wait_for_steps(job, 2, detached=True)
+    assert not (cluster.cwd / "s/0/slurm.json").exists()
+    driver = cluster.sweep(*overrides)
+    cluster.wait(lambda: cluster.output.count("is already in the queue as") == 2)
+    (cluster.cwd / "slow").unlink()
+    cluster.finish(driver)
+    assert [cluster.status(job) for job in (0, 1)] == [("finished", "")] * 2
+    assert [cluster.state_in_slurm(job)["Restarts"] for job in (0, 1)] == ["0", "0"]
 
 
 def test_report_queries_slurm_about_jobs_of_a_detached_sweep(cluster):

@@ -1,9 +1,15 @@
 """compose_jobs returns the configurations that Hydra composes, or the errors of each job."""
 
-import pytest
-from omegaconf import OmegaConf
-from support.examples import some_of
+from unittest.mock import patch
 
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from support.examples import examples, some_of
+
+from foundry.config.checks.group_checks import GroupCheck, GroupChecks
+from foundry.config.composition.hydra_internals import load_unchecked
 from foundry.config.schemas.root import to_config
 from foundry.core.errors import ConfigError
 from foundry.sweeps.compose_jobs import compose_jobs
@@ -80,3 +86,124 @@ def test_compose_jobs_reads_options_once_per_choice(sweep, option_reads):
     jobs = [("hparams.max_steps=9", f"hparams.seed={seed}") for seed in range(100)]
     assert len(compose_jobs(loader, master_of(), jobs)) == 100
     assert len(option_reads) == 1
+
+
+VALUES = {
+    "hparams.lr": [
+        "1e-3",
+        "1",
+        "1.0",
+        "'1'",
+        "0.0",
+        "-0.0",
+        "-1",
+        "x",
+        "null",
+        "true",
+        "nan",
+        "[1]",
+        "${hparams.min_lr}",
+    ],
+    "hparams.min_lr": ["0", "1e-5", "${hparams.lr}", "${times:0.5,${hparams.lr}}", "${nope}", "${hparams}"],
+    "hparams.seed": ["1", "2", "-1", "${hparams.max_steps}"],
+    "hparams.max_steps": ["9", "null", "0", "${data.seq_len}"],
+    "hparams.global_batch_size": ["8", "10", "${hparams.per_gpu_batch_size}", "${where:peft.method,lora,8,16}"],
+    "hparams.loss_function": ["mse", "cross_entropy"],
+    "model.hidden_size": ["64", "65", "'64'", "${data.seq_len}"],
+    "model.init_from": ["null", "nowhere", "${data.path}"],
+    "data.seq_len": ["64", "128", "${model.max_seq_len}", "${half:${hparams.seed}}"],
+    "data.path": ["[a,b]", "'a, b'", "nowhere", "."],
+    "scheduler.warmup": ["'0.1'", "0.1", "2", "${hparams.max_steps}"],
+    "optimizer.betas": ["[0.9,0.95]", "[0.9]", "[0,1]", "null"],
+    "optimizer.momentum": ["0.5", "${hparams.lr}"],
+    "precision.mode": ["bf16", "fp32", "fp8"],
+    "tracking.run_name": ["'a, b'", "lr-${hparams.lr}", "'${hparams.seed}'", "ghp_aaaaaaaaaaaaaaaaaaaaaaaa", "''"],
+    "tracking.uri": ["https://user:password@host", "'${tracking.run_name}'", "runs"],
+    "evaluation.metric": ["val_loss", "loss", "null"],
+    "evaluation.interval": ["10", "null", "1.5"],
+    "evaluation.evaluators.mine": ["{_target_: nowhere.X}", "null", "{metrics: ['${hparams.lr}']}"],
+    "checkpoint.resume": ["auto", "never", "runs/${hparams.seed}"],
+    "hydra.job.chdir": ["true", "false"],
+    "hydra.sweep.subdir": ["'${hparams.seed}'", "'${nope}'"],
+    "hparams.leer": ["1", "2"],
+    "nonsense": ["1"],
+}
+OPTIONS = {
+    "optimizer": ["adamw", "sgd", "sdg", "null"],
+    "scheduler": ["wsd", "wds"],
+    "hparams": ["llm", "diffusion"],
+    "peft": ["lora", "none"],
+    "model": ["hf_gpt2", "base", "[transformer]"],
+    "debug": ["fast", "null"],
+    "experiment": ["digits_epsilon"],
+}
+
+jobs_of_sweeps = st.lists(
+    st.lists(
+        st.one_of(
+            [st.sampled_from([f"{key}={value}" for value in values]) for key, values in VALUES.items()]
+            + [st.sampled_from([f"{group}={option}" for option in options]) for group, options in OPTIONS.items()]
+            + [
+                st.builds(
+                    "{}{}={}".format,
+                    st.sampled_from(["+", "++"]),
+                    st.sampled_from(["hparams.lr", "hparams.new", "evaluation.evaluators.mine", "evaluation.new"]),
+                    st.sampled_from(["1", "1.0", "'1'", "{a: 1}", "[1]", "${hparams.lr}"]),
+                ),
+                st.sampled_from(["~debug", "~hparams.seed", "~evaluation.evaluators", "~optimizer", "~nonsense"]),
+            ]
+        ),
+        max_size=3,
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+LOADED = {}
+"""Compositions of options, which the examples of a test share."""
+
+
+def load_once(loader, config_name, overrides):
+    """Compose overrides as `load_unchecked` does, once for all examples."""
+    if (key := tuple(overrides)) not in LOADED:
+        LOADED[key] = load_unchecked(loader, config_name, overrides)
+    return LOADED[key]
+
+
+def outcomes(loader, master, jobs):
+    """Return for each job its errors, or everything that can be read from its configuration."""
+    with patch.dict("foundry.run_dir.redact._secrets", clear=True):
+        return [
+            [(violation.key, violation.message) for violation in result.violations]
+            if isinstance(result, ConfigError)
+            else (repr(result), OmegaConf.to_yaml(result), repr(to_config(result)))
+            for result in compose_jobs(loader, master, jobs)
+        ]
+
+
+@settings(derandomize=True, max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    fixed=st.lists(st.sampled_from(["hparams.max_steps=9", "debug=fast", "optimizer=sgd", "hparams.min_lr=1e-5"])),
+    swept=jobs_of_sweeps,
+)
+def test_jobs_of_a_sweep_are_checked_as_each_job_by_itself(sweep, monkeypatch, fixed, swept):
+    """The last job equals the first, so that all its groups are in the cache."""
+    loader, master_of = sweep
+    master = master_of()
+    monkeypatch.setattr("foundry.sweeps.compose_jobs.load_unchecked", load_once)
+    jobs = [(*fixed, *words) for words in [*swept, swept[0]]]
+    with patch.object(GroupChecks, "check", lambda self, composed, name: GroupCheck(composed, name)):
+        expected = outcomes(loader, master, jobs)
+    assert outcomes(loader, master, jobs) == expected
+
+
+def test_jobs_with_equal_groups_share_their_checks(sweep):
+    """Of 20 jobs with two rates, each rate is checked once, and the groups that do not read it are checked once."""
+    loader, master_of = sweep
+    checks = GroupChecks()
+    jobs = [(f"hparams.lr={rate}", "hparams.max_steps=9") for rate in (1e-3, 2e-3) * 10]
+    with patch("foundry.sweeps.compose_jobs.GroupChecks", lambda: checks):
+        compose_jobs(loader, master_of(), jobs)
+    names = [key[0] for key in checks._checks]
+    assert (names.count("hparams"), names.count("model"), names.count("data")) == (2, 1, 1)

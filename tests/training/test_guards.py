@@ -100,13 +100,13 @@ def test_more_than_max_skips_in_a_row_end_the_run(place):
 
     for number, bad in enumerate([True, True, False, True, True], start=1):
         take(number, bad)
-    before = weights(step._model)
+    before = weights(step.model)
     message = (
         r"^step 6: the loss on rank 0 is not finite, after 2 updates in a row that were skipped \(guard.max_skips=2\)"
     )
     with pytest.raises(NonFiniteError, match=message):
         take(6, True)
-    assert same(before, weights(step._model))
+    assert same(before, weights(step.model))
 
 
 def test_device_guard_stops_updates_after_max_skips():
@@ -242,11 +242,11 @@ def test_guard_state_survives_json():
 def test_skips_in_a_row_are_restored_on_a_device():
     step = on_device(model_of(), Guard(non_finite=NonFinite.skip, max_skips=2))
     step.guard.load_state_dict({"losses": [], "in_a_row": 2})
-    before = weights(step._model)
+    before = weights(step.model)
     step(poisoned(1), 1e-2, 1)
     with pytest.raises(NonFiniteError, match="after 2 updates in a row"):
         step.guard.check()
-    assert same(before, weights(step._model))
+    assert same(before, weights(step.model))
 
 
 @pytest.mark.parametrize(

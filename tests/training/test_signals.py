@@ -11,6 +11,7 @@ import submitit
 from submitit.core.job_environment import SignalHandler as SubmititsHandler
 
 from foundry.core.stop_signals import Stopped
+from foundry.training import signals as signals_module
 from foundry.training.signals import Boundary, SignalHandler
 
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -204,6 +205,33 @@ def test_other_ranks_wait_until_slurm_ends_them():
     process.terminate()
     out, _ = process.communicate(timeout=10)
     assert (process.returncode, out) == (-signal.SIGTERM, "")
+
+
+RANK = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none"}
+NODES = {"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "waits"),
+    [
+        ({**RANK, **TORCHRUN}, []),
+        ({**RANK, "FOUNDRY_STORE": ""}, []),
+        ({**RANK, **NODES, **TORCHRUN}, [5.0]),  # srun may end the agent of rank 0 after the other agent
+        (RANK, [5.0]),  # set by a script under srun
+        (STEP, [5.0]),
+    ],
+)
+def test_other_ranks_wait_after_sigterm_only_if_their_exit_would_end_rank_0(monkeypatch, install, variables, waits):
+    install({signal.SIGTERM: signal.SIG_DFL})
+    for name, value in {"SLURM_JOB_ID": "3", **variables}.items():
+        monkeypatch.setenv(name, value)
+    seconds = []
+    monkeypatch.setattr(signals_module.time, "sleep", seconds.append)
+    with SignalHandler() as signals:
+        assert signals.hand_over(signal.SIGTERM, is_main=False) is False
+    assert seconds == waits
 
 
 # Output of Slurm 22.05 for a job right after SIGTERM.

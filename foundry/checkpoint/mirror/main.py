@@ -10,7 +10,7 @@ from pathlib import Path
 
 from foundry.checkpoint.folder import CheckpointError, read_manifest
 from foundry.checkpoint.mirror import thread
-from foundry.checkpoint.mirror.thread import BEGUN, LeaseLostError, Mirror
+from foundry.checkpoint.mirror.thread import BEGUN, LeaseLostError, Mirror, MirroredRun
 from foundry.checkpoint.retention import to_remove
 from foundry.run_dir.checkpoints import LATEST as LATEST_LINK
 from foundry.run_dir.checkpoints import MANIFEST, linked_step
@@ -28,7 +28,7 @@ from foundry.run_dir.mirror.snapshot import (
     step_of,
     unreferenced,
 )
-from foundry.run_dir.mirror.store import Store, StoreError
+from foundry.run_dir.mirror.store import StoreError
 from foundry.run_dir.names import CHECKPOINTS
 
 _OTHER_RANKS_SECONDS = 120.0
@@ -57,13 +57,10 @@ class MainMirror(Mirror):
 
     def __init__(
         self,
-        store: Store,
-        run_dir: Path,
+        run: MirroredRun,
         state: MirrorState,
         lease: Lease,
         *,
-        world_size: int,
-        seconds: float,
         identity: Mapping[str, bytes],
         keep_last: int | None,
         keep_every_steps: int | None,
@@ -72,18 +69,15 @@ class MainMirror(Mirror):
         """Prepare the thread; `start` starts it.
 
         Args:
-            store: the store.
-            run_dir: the run directory, which this process has locked.
+            run: the run, whose directory this process has locked, and its store.
             state: content of the store.
             lease: lease of the store, which this process has.
-            world_size: number of ranks.
-            seconds: longest wait at the end of the run for the copy under way.
             identity: objects to write before any other, with their contents.
             keep_last: as in `Checkpointer`.
             keep_every_steps: as in `Checkpointer`.
             excluded: folders that are not copied.
         """
-        super().__init__(store, run_dir, rank=0, world_size=world_size, seconds=seconds)
+        super().__init__(run, rank=0)
         self._state, self._lease, self._identity = state, lease, dict(identity)
         self._keep_last, self._keep_every_steps, self._excluded = keep_last, keep_every_steps, excluded
         snapshots = [*state.published.values(), *([state.latest] if state.latest is not None else [])]

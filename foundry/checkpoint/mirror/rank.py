@@ -1,33 +1,26 @@
 """Thread of a rank above 0: it copies the shards of its rank."""
 
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
-from foundry.checkpoint.mirror.thread import BEGUN, Mirror
+from foundry.checkpoint.mirror.thread import BEGUN, Mirror, MirroredRun
 from foundry.run_dir.checkpoints import MANIFEST
 from foundry.run_dir.mirror.lease import LEASE
 from foundry.run_dir.mirror.snapshot import PUBLISHED, folder_of
-from foundry.run_dir.mirror.store import MissingObjectError, Store
+from foundry.run_dir.mirror.store import MissingObjectError
 
 
 class RankMirror(Mirror):
-    """The thread of a rank above 0: it copies the shards of this rank, of the checkpoints that rank 0 announces."""
+    """The thread of a rank above 0: it copies the shards of this rank, of the checkpoints that rank 0 announces.
 
-    def __init__(
-        self, store: Store, run_dir: Path, *, rank: int, world_size: int, seconds: float, damaged: Collection[int] = ()
-    ) -> None:
-        """Prepare the thread; `start` starts it.
+    Args:
+        run: the run and its store.
+        rank: rank of this process.
+        damaged: steps of damaged checkpoints in the store, which rank 0 copies again if the run saves them again.
+    """
 
-        Args:
-            store: the store.
-            run_dir: the run directory.
-            rank: rank of this process.
-            world_size: number of ranks.
-            seconds: longest wait at the end of the run for the copy under way.
-            damaged: steps of damaged checkpoints in the store, which rank 0 copies again if the run saves them again.
-        """
-        super().__init__(store, run_dir, rank=rank, world_size=world_size, seconds=seconds)
+    def __init__(self, run: MirroredRun, rank: int, damaged: Collection[int] = ()) -> None:
+        super().__init__(run, rank)
         self._damaged, self._done, self._begun = set(damaged), set[int](), dict[int, dict[str, Any]]()
 
     def _end(self) -> None:

@@ -62,26 +62,38 @@ class _Outage:
         self._begin = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class MirroredRun:
+    """A run and the store that receives its copy.
+
+    Attributes:
+        store: the store.
+        run_dir: the run directory.
+        world_size: number of ranks.
+        seconds: longest wait at the end of the run for the copy under way.
+    """
+
+    store: Store
+    run_dir: Path
+    world_size: int
+    seconds: float
+
+
 class Mirror(ABC):
     """A thread that copies the files of this rank.
+
+    Args:
+        run: the run and its store.
+        rank: rank of this process.
 
     Attributes:
         run_dir: the run directory.
     """
 
-    def __init__(self, store: Store, run_dir: Path, *, rank: int, world_size: int, seconds: float) -> None:
-        """Prepare the thread; `start` starts it.
-
-        Args:
-            store: the store.
-            run_dir: the run directory.
-            rank: rank of this process.
-            world_size: number of ranks.
-            seconds: longest wait at the end of the run for the copy under way.
-        """
-        self.run_dir, self._store = run_dir, store
-        self._rank, self._world_size, self._seconds = rank, world_size, seconds
-        self._copier, self._outage = Copier(store), _Outage(store.url, rank == 0)
+    def __init__(self, run: MirroredRun, rank: int) -> None:
+        self.run_dir, self._store = run.run_dir, run.store
+        self._rank, self._world_size, self._seconds = rank, run.world_size, run.seconds
+        self._copier, self._outage = Copier(run.store), _Outage(run.store.url, rank == 0)
         self._wakeup, self._is_closing = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 

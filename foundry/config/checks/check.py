@@ -2,36 +2,39 @@
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from functools import partial
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from foundry.config.checks.group_checks import GroupCheck, GroupChecks
 from foundry.config.checks.rules import rules
 from foundry.config.checks.rungs import check_rungs
 from foundry.config.checks.targets import check_own_launcher
 from foundry.config.composition.base import expand_base
-from foundry.config.composition.plain_nodes import check_plain_nodes
 from foundry.config.composition.start_dir import check_folders
 from foundry.config.composition.store import fill_missing_parts
-from foundry.config.diagnostics.missing_values import check_hydra, missing_values
+from foundry.config.diagnostics.missing_values import check_hydra
 from foundry.config.environment import Launch, detect
 from foundry.config.metrics import check_sweeper
-from foundry.config.record.secrets import check_secrets
+from foundry.config.record.secrets import check_secrets, has_secret
 from foundry.config.schemas.launcher import check_launcher, resolve_num_tasks
-from foundry.config.schemas.root import Config, to_config
-from foundry.config.setting import OutOfBounds, check_fields, guarded
+from foundry.config.schemas.root import Config
+from foundry.config.setting import OutOfBounds, guarded
 from foundry.core.errors import ConfigError, Violation, first_line
 from foundry.core.tasks import pins
 
 
-def check(composed: DictConfig) -> list[Violation]:
+def check(composed: DictConfig, checked: GroupChecks | None = None) -> list[Violation]:
     """Return the violations of a composed configuration in a fixed order; bounds and rules only if no value is missing.
 
     This first modifies the configuration: `model=base` is replaced by the model that it loads, and tasks
     replace values that may have another meaning later, such as the last checkpoint of another run.
+
+    Args:
+        composed: the configuration.
+        checked: checks of groups that other configurations have in common with this one; new checks are added.
     """
     try:
         environment = detect()
@@ -43,14 +46,17 @@ def check(composed: DictConfig) -> list[Violation]:
     base_errors = [] if choices else expand_base(composed) or [wrong for pin in pins() for wrong in pin(composed)]
     unusable = {violation.key for violation in choices} | ({"model"} if base_errors else set())
     keys = [str(key) for key in composed if key != "hydra" and key not in unusable]
-    missing = [hole for key in keys for hole in missing_values(composed, key, key)]
+    check_group = GroupCheck if checked is None else checked.check
+    groups = {key: check_group(composed, key) for key in keys}
+    missing = [hole for group in groups.values() for hole in group.missing]
     if violations := [*choices, *base_errors, *missing, *check_hydra(composed)]:
         return violations
+    names = [item.name for item in fields(Config)]
     try:
-        config = to_config(composed)
+        config = Config(**{name: groups[name].settings for name in names})
     except OmegaConfBaseException as error:  # an invalid value in a user-defined part
         return [Violation(str(error.full_key or "configuration"), first_line(str(error)))]
-    out_of_bounds = list(_check_bounds(config))
+    out_of_bounds = [violation for name in names for violation in groups[name].out_of_bounds]
     guarded_config = _guard_config(config, {violation.key for violation in out_of_bounds})
     parts = [getattr(guarded_config, item.name) for item in fields(config)]
     part_violations = [v for part in parts if hasattr(part, "check") for v in _until_out_of_bounds(part.check)]
@@ -60,10 +66,11 @@ def check(composed: DictConfig) -> list[Violation]:
         *check_own_launcher(composed),
         *_until_out_of_bounds(partial(check_sweeper, composed, guarded_config)),
     ]
+    secrets = [*(groups[name].has_secret for name in names), has_secret(composed, "hydra")]
     key_violations = [
-        *check_secrets(composed),
+        *(check_secrets(composed) if any(secrets) else ()),
         *out_of_bounds,
-        *check_plain_nodes(config),
+        *(violation for name in names for violation in groups[name].in_plain_nodes),
         *part_violations,
         *other_violations,
     ]
@@ -99,21 +106,11 @@ def _check_choices(composed: DictConfig) -> Iterator[Violation]:
     """
     choices = OmegaConf.select(composed, "hydra.runtime.choices") or {}
     override_node = OmegaConf.select(composed, "hydra.overrides.task")
-    # Convert the node to a list first: iterating over the node would resolve interpolations in the overrides.
-    raw: Any = OmegaConf.to_container(override_node, resolve=False) if override_node is not None else []
-    overrides = [str(override).lstrip("+") for override in raw]
+    # Read the content: iterating over the node would resolve interpolations in the overrides.
+    raw = [] if override_node is None else override_node._content
+    overrides = [str(override._value()).lstrip("+") for override in raw]
     for group in (item.name for item in fields(Config)):
         if group not in choices and any(override.startswith(f"{group}=[") for override in overrides):
             yield Violation(group, "takes one option; to sweep over several add -m and leave out the brackets")
         elif group not in choices and any(line.partition("=")[0] == f"~{group}" for line in overrides):
             yield Violation(group, f"cannot be removed; leave out ~{group}, or choose an option as {group}=...")
-
-
-def _check_bounds(config: Config) -> Iterator[Violation]:
-    """Check the bounds of all fields, and that user-defined parts are mappings with a `_target_`."""
-    for group in fields(config):
-        node = getattr(config, group.name)
-        if is_dataclass(node):
-            yield from check_fields(node, group.name)
-        elif not isinstance(node, dict) or "_target_" not in node:
-            yield Violation(group.name, "must be a mapping with a _target_: choose an option of the group")

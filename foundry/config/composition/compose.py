@@ -51,13 +51,13 @@ def config_dir() -> str:
 
 
 class _OptionFolders(SearchPathPlugin):
-    """Plugin that appends the option folders of tasks, and foundry's if it is missing, to Hydra's search path."""
+    """Plugin that appends foundry's option folder, if it is missing, and those of tasks to Hydra's search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        add_options_of_tasks(search_path)
         folder_url = f"file://{config_dir()}"
         if not {folder_url, config_dir()} & {element.path for element in search_path.get_path()}:
             search_path.append("foundry", folder_url)
+        add_options_of_tasks(search_path)
 
 
 def add_options_of_tasks(search_path: ConfigSearchPath) -> None:

@@ -8,6 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -145,6 +146,7 @@ def refusal(target: str) -> str:
     return f"is {target}, which Hydra does not call from a configuration; write a function that calls it, and name that"
 
 
+@cache
 def is_refused(target: str) -> bool:
     """Return whether Hydra refuses to call a function that a configuration names: it runs programs or changes files."""
     module = import_module(f"hydra._internal.{'target_policy' if IS_1_3 else 'execution_policy'}")

@@ -21,7 +21,6 @@ from foundry.config.diagnostics.other_frameworks import names_of
 from foundry.config.schemas import built_in_trackers
 from foundry.config.schemas.evaluation import Evaluation
 from foundry.config.schemas.model import HuggingFace, Transformer
-from foundry.config.schemas.root import Config
 from foundry.config.schemas.tracking import Tracking
 from foundry.config.setting import check_value
 from foundry.core.errors import Violation, as_text
@@ -30,10 +29,25 @@ _RUN_ARGUMENTS = {*Evaluation.offered, *Tracking.offered}
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
-def check_plain_nodes(config: Config) -> Iterator[Violation]:
-    """Check the settings of every built-in part in a plain mapping, and the sizes in every transformers config."""
-    for item in fields(config):
-        yield from _check_inside(getattr(config, item.name), item.name)
+def check_plain_nodes(value: Any, key: str) -> Iterator[Violation]:
+    """Check the settings of every built-in part in a plain mapping, and the sizes in every transformers config.
+
+    Args:
+        value: a group of settings, or a value in a group.
+        key: dotted key of `value`.
+    """
+    children: Mapping[str, Any] = {}
+    if is_dataclass(value):
+        children = {item.name: getattr(value, item.name) for item in fields(value)}
+    elif isinstance(value, dict):
+        children = value
+        yield from check_node(value, key)
+    elif isinstance(value, list):
+        children = {str(number): item for number, item in enumerate(value)}
+    if children.get("_target_") == HuggingFace._target_:
+        yield from _check_sizes(children.get("config"), f"{key}.config")
+    for name, item in children.items():
+        yield from check_plain_nodes(item, f"{key}.{name}")
 
 
 def check_node(node: Mapping[str, Any], key: str) -> Iterator[Violation]:
@@ -52,21 +66,6 @@ def check_node(node: Mapping[str, Any], key: str) -> Iterator[Violation]:
             yield from violations[0]
         elif not settings and name in _RUN_ARGUMENTS and key.count(".") == 2:
             yield Violation(f"{key}.{name}", f"is {as_text(value)} but the run sets it; leave it out")
-
-
-def _check_inside(value: Any, key: str) -> Iterator[Violation]:
-    children: Mapping[str, Any] = {}
-    if is_dataclass(value):
-        children = {item.name: getattr(value, item.name) for item in fields(value)}
-    elif isinstance(value, dict):
-        children = value
-        yield from check_node(value, key)
-    elif isinstance(value, list):
-        children = {str(number): item for number, item in enumerate(value)}
-    if children.get("_target_") == HuggingFace._target_:
-        yield from _check_sizes(children.get("config"), f"{key}.config")
-    for name, item in children.items():
-        yield from _check_inside(item, f"{key}.{name}")
 
 
 def _check_sizes(config: Any, key: str) -> Iterator[Violation]:

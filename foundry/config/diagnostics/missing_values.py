@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf, ValueNode
@@ -21,22 +22,21 @@ from foundry.core.errors import Violation, as_text, first_line
 
 def missing_values(parent: DictConfig | ListConfig, key: Any, path: str) -> Iterator[Violation]:
     """Yield an error for each value at or below `key` that is missing, cannot be resolved, or is not in a schema."""
-    schema = OmegaConf.get_type(parent)
-    field_names = {item.name for item in fields(schema)} if is_dataclass(schema) else None
+    schema: Any = OmegaConf.get_type(parent)
+    field_names = None if schema is None else _field_names(schema)
+    node: Any = parent._get_child(key, validate_access=False)  # `OmegaConf.is_missing` takes four times as long
     if field_names is not None and key not in field_names:
         parent_path = path.rpartition(".")[0]
         settings = [f"{parent_path}.{name}" if parent_path else name for name in field_names]
-        unknown = parent._get_node(key)
-        hints = {leaf: hint(leaf, value, settings) for leaf, value in _leaves(unknown, path)}
+        hints = {leaf: hint(leaf, value, settings) for leaf, value in _leaves(node, path)}
         if not any(hints.values()):
-            hints = {path: did_you_mean(path, settings, value=as_override(unknown))}
+            hints = {path: did_you_mean(path, settings, value=as_override(node))}
         for leaf, remedy in hints.items():
             yield Violation(leaf, f"is not a key of {parent_path or 'the configuration'}{remedy}")
-    elif OmegaConf.is_missing(parent, key):
+    elif node._is_missing():
         doc = schema.__dataclass_fields__[key].metadata.get("doc", "") if is_dataclass(schema) else ""
         yield Violation(path, f"has no value{f' ({doc})' if doc else ''}; give it as {path}=...")
-    elif OmegaConf.is_interpolation(parent, key):
-        node: Any = parent._get_node(key)
+    elif node._is_interpolation():
         raw = node._value()
         try:
             value = parent[key]
@@ -45,12 +45,18 @@ def missing_values(parent: DictConfig | ListConfig, key: Any, path: str) -> Iter
         else:
             if field_names is not None and schema is not Config and not _is_alike(node, value):
                 yield Violation(path, f"is {as_text(raw)}, which resolves to another kind of value; set {path}=...")
-    elif isinstance(child := parent._get_node(key), DictConfig) and not child._is_none():
-        for name in list(child):
-            yield from missing_values(child, name, f"{path}.{name}")
-    elif isinstance(child, ListConfig) and not child._is_none():
-        for index in range(len(child)):
-            yield from missing_values(child, index, f"{path}[{index}]")
+    elif isinstance(node, DictConfig) and not node._is_none():
+        for name in list(node):
+            yield from missing_values(node, name, f"{path}.{name}")
+    elif isinstance(node, ListConfig) and not node._is_none():
+        for index in range(len(node)):
+            yield from missing_values(node, index, f"{path}[{index}]")
+
+
+@cache
+def _field_names(schema: type[Any]) -> frozenset[str] | None:
+    """Return the names of the fields of a schema; None for a mapping without a schema."""
+    return frozenset(item.name for item in fields(schema)) if is_dataclass(schema) else None
 
 
 def as_override(node: object) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry.core.errors import Violation
@@ -74,19 +74,41 @@ def check_secrets(composed: DictConfig) -> Iterator[Violation]:
 
     A setting is a secret by its key, by its format, or by the name of the variable that it refers to.
     """
-    leaves = [leaf for key in composed if key != "hydra" for leaf in _leaves(composed, key, str(key), str(key))]
-    if "hydra" in composed:
-        hydra = [leaf for key in _HYDRA_GROUPS for leaf in _leaves(composed.hydra, key, f"hydra.{key}", key)]
-        leaves += [leaf for leaf in hydra if leaf.path != "hydra.job.override_dirname"]  # repeats the overrides
-    has_secret = False
+    groups = [*(key for key in composed if key != "hydra"), "hydra"]
+    leaves = [leaf for group in groups for leaf in _leaves_of(composed, group)]
+    has_direct_secret = False
     for leaf in leaves:
-        if (not leaf.is_reference or is_secret(leaf.name, "x")) and _is_secret(leaf):
-            has_secret = True
+        if _is_direct_secret(leaf):
+            has_direct_secret = True
             yield from _check(leaf)
     # A reference to another setting may lead to a secret. Resolving all references costs more than everything above.
-    for leaf in leaves if has_secret else ():
+    for leaf in leaves if has_direct_secret else ():
         if leaf.is_reference and _is_secret(leaf):
             yield from _check(leaf)
+
+
+def has_secret(composed: DictConfig, group: str) -> bool:
+    """Return whether a group of a configuration, or `hydra`, has a secret.
+
+    References to other settings are not followed, so a configuration has secrets only if one of its groups has one.
+    """
+    return any(map(_is_direct_secret, _leaves_of(composed, group)))
+
+
+def _leaves_of(composed: DictConfig, group: Any) -> Iterator[_Leaf]:
+    """Yield the unresolved values of a group, or of the settings of `hydra` that users set."""
+    if group != "hydra":
+        yield from _leaves(composed, group, str(group), str(group))
+        return
+    for key in _HYDRA_GROUPS if "hydra" in composed else ():
+        for leaf in _leaves(composed.hydra, key, f"hydra.{key}", key):
+            if leaf.path != "hydra.job.override_dirname":  # repeats the overrides
+                yield leaf
+
+
+def _is_direct_secret(leaf: _Leaf) -> bool:
+    """Return whether a value is a secret; a reference to another setting is one only if its own key names a secret."""
+    return (not leaf.is_reference or is_secret(leaf.name, "x")) and _is_secret(leaf)
 
 
 def _check(leaf: _Leaf) -> Iterator[Violation]:
@@ -164,7 +186,7 @@ def _remedy(path: str) -> str:
 
 def _leaves(parent: DictConfig | ListConfig, key: Any, path: str, name: str) -> Iterator[_Leaf]:
     """Yield the values at and below a key with their key names; parts of lists and secrets have the whole's name."""
-    node: Any = parent._get_node(key)
+    node: Any = parent._get_child(key)
     if isinstance(node, (DictConfig, ListConfig)) and not (
         node._is_none() or node._is_missing() or node._is_interpolation()
     ):
@@ -172,5 +194,5 @@ def _leaves(parent: DictConfig | ListConfig, key: Any, path: str, name: str) -> 
         keeps_name = isinstance(node, ListConfig) or is_secret(name, "x")
         for child in range(len(content)) if isinstance(node, ListConfig) else list(content):
             yield from _leaves(node, child, f"{path}.{child!s}", name if keeps_name else str(child))
-    elif not OmegaConf.is_missing(parent, key):
+    elif node is None or not node._is_missing():
         yield _Leaf(path, name, parent, key, None if node is None else node._value())

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foundry import __version__
 from foundry.config.schemas.launcher import Ray
@@ -21,6 +21,9 @@ from foundry.run_dir.names import OUTPUT, RAY
 from foundry.run_dir.redact import one_line
 from foundry.run_dir.status import read_status, write_status
 
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
 _PATIENCE_SECONDS = 5.0  # from the first failure until SIGTERM to the other ranks, whose errors may name the cause
 _LAST_PATIENCE_SECONDS = 30.0  # from the first failure until SIGKILL
 _CALLS = 8  # concurrent calls of an actor: `wait` does not return before the rank ends
@@ -30,6 +33,8 @@ _IDENTITY = ("class_name: ", "actor_id: ", "pid: ", "namespace: ", "ip: ")
 
 class RayJob:
     """A job in a Ray cluster.
+
+    If the head node does not respond, a method raises Ray's error; the same call continues later.
 
     Args:
         module: module that executes the run of a run directory.
@@ -42,13 +47,72 @@ class RayJob:
         self._num_restarts = 0
         self._is_stopping = False
         self._end: JobState | None = None
-        self._submit()
+        self._note = ""
+        """Reason of the last restart."""
+        self._begin_attempt()
+
+    def _begin_attempt(self) -> None:
+        """Set the state of a job that has not been submitted since its last attempt."""
+        self._token = uuid.uuid4().hex
+        """Name of the placement group, and content of the file that nodes look for."""
+        write_atomically(self._run_dir / RAY, self._token)
+        self._places = list[Place]()
+        self._calls = list[Callable[[], Any]]()
+        """For each rank, a function that starts it unless it has been started, and returns a reference to its end."""
+        self._refs = dict[Any, int]()
+        """Rank by the reference to its end, for ranks that have not ended."""
+        self._ends = dict[int, int | str]()
+        """Exit code of each rank that has ended, or the reason why its actor is lost, in order of their ends."""
+        self._failure_time = 0.0
+        self._problem = ""
+        """Error of an actor that could not start its rank."""
+        self._group: PlacementGroup | None = None
+        """Placement group of the actors; None if the job is not in Ray's queue."""
+        self._actors, self._place_refs = list[Any](), list[Any]()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job has ended and is not submitted again."""
+        return self._end is not None
+
+    def submit(self) -> None:
+        """Put the job into Ray's queue, unless it is there: a placement group, and actors that start when it is placed.
+
+        Ray may have created the group although an earlier call raised an error; then this group is used.
+        """
+        if self._group is not None:
+            return
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        settings, group = self._settings, self._create_group()
+        actor = ray.remote(RankActor)
+        options = {
+            "num_cpus": settings.cpus_per_task,
+            "num_gpus": settings.gpus_per_task or 0,
+            "memory": int(bundle(settings).get("memory", 0)) // settings.tasks_per_node or None,
+            "resources": dict(settings.resources) or None,
+            "max_concurrency": _CALLS,
+            "runtime_env": dict(settings.runtime_env) or None,
+        }
+        strategies = [PlacementGroupSchedulingStrategy(group, node) for node in range(settings.nodes)]
+        self._actors = [
+            actor.options(**options, scheduling_strategy=strategy).remote()
+            for strategy in strategies
+            for _ in range(settings.tasks_per_node)
+        ]
+        arguments = str(self._run_dir), self._token, str(Path.cwd()), __version__
+        self._place_refs = [actor.locate.remote(*arguments) for actor in self._actors]
+        self._group = group
 
     def poll(self) -> JobState:
         """Return the state of the job; start its ranks when Ray has placed all actors, and restart lost ranks."""
-        if self._end is None:
-            return self._poll_ranks() if self._places else self._poll_actors()
-        return self._end
+        if self._end is not None:
+            return self._end
+        if self._group is None:
+            self.submit()
+            return JobState(phase=Phase.WAITING, detail=self._note)
+        return self._poll_ranks() if self._places else self._poll_actors()
 
     def stop(self, *, kill: bool = False) -> None:
         """Let the ranks save and stop, or kill them; a job that waits for a place leaves Ray's queue."""
@@ -65,43 +129,18 @@ class RayJob:
         """Return the file with the output of the first rank that failed, or else of rank 0."""
         return self._run_dir / _output_name(next((rank for rank, end in self._ends.items() if end), 0))
 
-    def _submit(self) -> None:
-        """Create a placement group, and actors that Ray starts when all nodes of the group are free."""
-        import ray
-        from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    def _create_group(self) -> "PlacementGroup":
+        """Return a new placement group, or the group that an earlier call has created without an answer of Ray."""
+        from ray.exceptions import RaySystemError
+        from ray.util.placement_group import get_placement_group, placement_group
 
-        settings = self._settings
-        self._token = uuid.uuid4().hex
-        write_atomically(self._run_dir / RAY, self._token)
-        self._places = list[Place]()
-        self._calls = list[Callable[[], Any]]()
-        """For each rank, a function that starts it unless it has been started, and returns a reference to its end."""
-        self._refs = dict[Any, int]()
-        """Rank by the reference to its end, for ranks that have not ended."""
-        self._ends = dict[int, int | str]()
-        """Exit code of each rank that has ended, or the reason why its actor is lost, in order of their ends."""
-        self._failure_time = 0.0
-        self._problem = ""
-        """Error of an actor that could not start its rank."""
-        self._group = placement_group([bundle(settings)] * settings.nodes, strategy=settings.strategy.value)
-        actor = ray.remote(RankActor)
-        options = {
-            "num_cpus": settings.cpus_per_task,
-            "num_gpus": settings.gpus_per_task or 0,
-            "memory": int(bundle(settings).get("memory", 0)) // settings.tasks_per_node or None,
-            "resources": dict(settings.resources) or None,
-            "max_concurrency": _CALLS,
-            "runtime_env": dict(settings.runtime_env) or None,
-        }
-        strategies = [PlacementGroupSchedulingStrategy(self._group, node) for node in range(settings.nodes)]
-        self._actors = [
-            actor.options(**options, scheduling_strategy=strategy).remote()
-            for strategy in strategies
-            for _ in range(settings.tasks_per_node)
-        ]
-        arguments = str(self._run_dir), self._token, str(Path.cwd()), __version__
-        self._place_refs = [actor.locate.remote(*arguments) for actor in self._actors]
+        bundles = [bundle(self._settings)] * self._settings.nodes
+        try:
+            return placement_group(bundles, strategy=self._settings.strategy.value, name=self._token)
+        except RaySystemError as error:
+            if "already exists" not in str(error):
+                raise
+            return get_placement_group(self._token)  # not before: in an outage this call would wait without a limit
 
     def _poll_actors(self) -> JobState:
         """Start the ranks if Ray has started all actors."""
@@ -219,15 +258,15 @@ class RayJob:
             return self._finish(JobState(phase=Phase.ENDED, detail=reason, outcome="lost"))
         self._release()
         self._num_restarts += 1
-        note = f"restart {self._num_restarts} of {limit} after: {reason}"
+        self._note = f"restart {self._num_restarts} of {limit} after: {reason}"
         restarts = [*read_status(self._run_dir).get("restarts", []), reason]
-        write_status(self._run_dir, state="requeued", reason=note, restarts=restarts)
-        self._submit()
-        return JobState(phase=Phase.WAITING, detail=note)
+        write_status(self._run_dir, state="requeued", reason=self._note, restarts=restarts)
+        self._begin_attempt()
+        return self.poll()
 
     def _finish(self, end: JobState) -> JobState:
-        self._end = end
         self._release()
+        self._end = end
         return end
 
     def _release(self) -> None:
@@ -237,7 +276,8 @@ class RayJob:
 
         for actor in self._actors:
             ray.kill(actor)
-        remove_placement_group(self._group)
+        if self._group is not None:
+            remove_placement_group(self._group)
 
 
 def _output_name(rank: int) -> str:

@@ -58,11 +58,21 @@ class RayLauncher(FrozenLauncher):
         return _resolve_settings(configs[0]).array_parallelism
 
     def submit(self, jobs: Sequence[ComposedJob]) -> dict[int, str]:
-        """Put jobs into Ray's queue."""
+        """Put jobs into Ray's queue.
+
+        Raises:
+            Unreachable: the head node of the cluster does not respond. The next call submits the jobs that Ray has not
+                accepted yet.
+        """
         ids = {job.index: str(job.index) for job in jobs}
         for job in jobs:
-            settings = _resolve_settings(job.config)
-            self._jobs[ids[job.index]] = RayJob(self.work.__module__, job.run_dir, settings)
+            known = self._jobs.get(ids[job.index])
+            if known is None or known.has_ended:
+                settings = _resolve_settings(job.config)
+                self._jobs[ids[job.index]] = RayJob(self.work.__module__, job.run_dir, settings)
+        with _outages():
+            for job_id in ids.values():
+                self._jobs[job_id].submit()
         return ids
 
     def poll(self, ids: Collection[str]) -> dict[str, JobState]:
@@ -97,11 +107,11 @@ def _outages() -> Iterator[None]:
     Raises:
         Unreachable: the head node does not respond.
     """
-    from ray.exceptions import RaySystemError, RpcError
+    from ray.exceptions import GetTimeoutError, RaySystemError, RpcError
 
     try:
         yield
-    except (RaySystemError, RpcError) as error:
+    except (GetTimeoutError, RaySystemError, RpcError) as error:
         raise Unreachable(one_line(str(error))) from None
 
 

@@ -7,7 +7,9 @@ script, which Slurm keeps and which is new for each submission.
 
 import json
 import math
+import shlex
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -49,6 +51,28 @@ class OpenSubmission:
         """Return the file that submitit calls in a job, until the id of the job is known."""
         return Path(self.script).with_suffix(f".{number}.pkl")
 
+    @property
+    def slurm_log(self) -> str:
+        """Log of a job with Slurm's own messages; its folder exists before the id of the job is known."""
+        return str(Path(self.script).with_name("%A_%a_slurm.log" if len(self.run_dirs) > 1 else "%j_slurm.log"))
+
+    def shell_lines(self) -> list[str]:
+        """Return lines of the batch script that prepare submitit's folder of a job, and redirect its output there.
+
+        So a job can start although the command was killed before `complete`.
+        """
+        errors = "2>&1" if self.stderr_to_stdout else '2>>"$folder/${job}_0_log.err"'
+        names = {"%j": "$job", "%A": "${job%_*}", "%t": "0"}  # as in submitit's JobPaths
+        folder = [f"folder=${{folder//{tag}/{value}}}" for tag, value in names.items()]
+        return [
+            "number=${SLURM_ARRAY_TASK_ID:-0} job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}",
+            f"job=${{job:-$SLURM_JOB_ID}} folder={shlex.quote(self.folder)}",
+            *folder,
+            f'mkdir -p "$folder"; mv {shlex.quote(str(Path(self.script).with_suffix("")))}.$number.pkl '
+            '"$folder/${job}_submitted.pkl" 2>/dev/null  # no file if the command has moved it, or after a requeue',
+            f'exec >>"$folder/${{job}}_0_log.out" {errors}; unset number job folder',
+        ]
+
     def save(self, sweep_dir: Path) -> None:
         """Write the record to the sweep directory."""
         write_atomically(sweep_dir / OPEN_SUBMISSION, json.dumps(asdict(self)) + "\n", durable=True)
@@ -87,7 +111,7 @@ class OpenSubmission:
         ids = [f"{job_id}_{number}" if is_array else job_id for number in range(len(self.run_dirs))]
         paths = [JobPaths(self.folder, job_id=job) for job in ids]
         for number, path in enumerate(paths):  # first, because a job that has started waits for its file
-            if self.pickle_path(number).exists():
+            with suppress(FileNotFoundError):  # the job has moved it
                 path.move_temporary_file(self.pickle_path(number), "submitted_pickle")
         if Path(self.script).exists():
             JobPaths(self.folder, job_id=job_id).move_temporary_file(self.script, "submission_file")

@@ -84,7 +84,7 @@ def submit(
         last_seen=time.time(),
     )
     with clean_environment():
-        write_atomically(script, _script_text(settings, code, len(run_dirs)))
+        write_atomically(script, _script_text(settings, code, len(run_dirs), opened=opened))
         for number, run_dir in enumerate(run_dirs):
             submission = DelayedSubmission(task, str(run_dir))
             submission.set_timeout(settings.timeout_min, settings.max_num_timeout)
@@ -101,11 +101,21 @@ def submit(
     return opened.complete(sweep_dir, job_id)
 
 
-def _script_text(settings: Slurm, code: Path | None, num_jobs: int, command: str | None = None) -> str:
-    """Return the batch script of jobs; `command` replaces the command of each task."""
-    executor = _executor(settings, code)._executor
+def _script_text(
+    settings: Slurm,
+    code: Path | None,
+    num_jobs: int,
+    *,
+    command: str | None = None,
+    opened: OpenSubmission | None = None,
+) -> str:
+    """Return the batch script of jobs; `command` replaces the command of each task, whose files are in `opened`."""
+    executor = _executor(settings, code, [] if opened is None else opened.shell_lines())._executor
     if num_jobs > 1:
         executor.parameters["map_count"] = num_jobs
+    if opened is not None:
+        logs = {"output": opened.slurm_log, "error": opened.slurm_log}
+        executor.parameters["additional_parameters"] = logs | executor.parameters.get("additional_parameters", {})
     text: str = executor._make_submission_file_text(command or executor._submitit_command_str, "")
     return text
 
@@ -116,7 +126,7 @@ def _rejection(text: str) -> ConfigError:
     return ConfigError(Violation("hydra.launcher", f"Slurm rejects the jobs: {text}"))
 
 
-def _executor(settings: Slurm, code: Path | None) -> Any:
+def _executor(settings: Slurm, code: Path | None, setup: Sequence[str]) -> Any:
     import submitit
 
     folder = Path(settings.submitit_folder).absolute()
@@ -131,7 +141,7 @@ def _executor(settings: Slurm, code: Path | None) -> Any:
     parameters = {name: value for name, value in options.items() if value is not None}
     executor.update_parameters(
         **{name if name in _COMMON_OPTIONS else f"slurm_{name}": value for name, value in parameters.items()},
-        slurm_setup=[*_environment_of_job(code), *(settings.setup or [])],
+        slurm_setup=[*setup, *_environment_of_job(code), *(settings.setup or [])],
         # Ends the job if a rank fails; otherwise the other ranks would wait for the failed rank.
         slurm_srun_args=["--kill-on-bad-exit=1"],
     )

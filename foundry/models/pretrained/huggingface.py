@@ -18,6 +18,7 @@ from foundry.config.configured import configured_by
 from foundry.config.schemas.model import HuggingFace as HuggingFaceSettings
 from foundry.core.errors import ConfigError, Violation, counted
 from foundry.core.foreign import ForeignData
+from foundry.models.compute_dtype import to_compute_dtype
 from foundry.models.documents import Documents
 from foundry.models.flops import matmul_flops
 from foundry.models.initialisation import draw_weights, matrix_draws, resolve_std
@@ -31,7 +32,6 @@ from foundry.models.pretrained.stored_types import REMEDY, find_wrong_types, fol
 from foundry.models.pretrained.transformers_config import refuse_fields, refuse_folder, resolve_config
 from foundry.models.token_log_probs import Read, TokenLogProbs, project_log_probs, read_log_probs
 from foundry.models.token_loss import TokenLoss, project_loss, read_loss
-from foundry.models.transformer import to_compute_dtype
 
 _PREFIX = "causal_lm."
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)

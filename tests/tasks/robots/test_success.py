@@ -16,7 +16,7 @@ from foundry.core.errors import ConfigError
 from foundry.data.corpora.tokenizer import train_tokenizer
 from foundry.data.splits import DataSplits
 from foundry.parallel.process_group import World
-from foundry.tasks.robots.evaluators.episodes import Film
+from foundry.tasks.robots.evaluators.episodes import Film, _Row
 from foundry.tasks.robots.evaluators.films import save_gif
 from foundry.tasks.robots.evaluators.rates import wilson_interval
 from foundry.tasks.robots.evaluators.success import Success
@@ -78,6 +78,20 @@ def test_nonfinite_action_ends_the_episode(tmp_path, caplog):
     metrics = measure(tmp_path, objective=Wandering(noise=float("nan")), episodes=2)
     assert (metrics["success"], metrics["episode_length"]) == (0.0, 0.0)
     assert caplog.messages[0] == "episode 0 ends: an action is not finite"
+
+
+@pytest.mark.parametrize("length", [0, 1, 4, 6])
+def test_film_of_an_episode_has_its_start_and_end_also_after_a_nonfinite_action(length):
+    row = _Row(Reach(), 1)
+    row.begin(0)
+    row.start_film(8)
+    row.film.every = 4
+    actions = np.full((length + 1, 2), -1e-6)
+    actions[length] = np.nan
+    row.execute(actions)
+    assert row.is_over
+    assert list(row.film.frames) == sorted({*range(0, length, 4), length})
+    assert np.array_equal(row.film.frames[length], row.simulator.render(8))
 
 
 def test_policy_gets_the_last_observations_and_images(tmp_path):

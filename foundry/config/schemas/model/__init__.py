@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from foundry.config.init_std import parse_std
+from foundry.config.schemas.model.base import Model
+from foundry.config.schemas.model.parametrization import BASE_WIDTH, Parametrization, WidthSettings
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.setting import OnResume, setting
 from foundry.core.errors import Violation, as_text
@@ -16,50 +18,22 @@ if TYPE_CHECKING:
     from foundry.config.environment import Launch
     from foundry.config.schemas.root import Config
 
+__all__ = [
+    "Base",
+    "DiT",
+    "HuggingFace",
+    "Model",
+    "Parametrization",
+    "PrefixVLM",
+    "Transformer",
+    "WidthSettings",
+    "folder_settings",
+]
+
 _STD_RULES = (
     "a number, small: sqrt(2 / (5 hidden_size)), or wang: sqrt(1 / (3 hidden_size)); divided by sqrt(2 num_layers) "
     "for the output matrices of a block"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """Base class of model settings.
-
-    Attributes:
-        same_as_data: names of sizes that must be equal in model and data.
-        is_divided: the model supports tensor parallelism.
-        in_transformers: transformers can load exports of the model.
-        language_part: name of the part that reads tokens, whose pretrained weights determine the tokenizer; None if the
-            model itself reads tokens.
-    """
-
-    same_as_data: ClassVar[tuple[str, ...]] = ("image_size", "num_images", "num_channels")
-    is_divided: ClassVar[bool] = True
-    in_transformers: ClassVar[bool] = False
-    language_part: ClassVar[str | None] = None
-
-    _target_: str
-    init_from: str | None = setting(
-        None,
-        "initial weights: a run, a checkpoint, a .safetensors file or a transformers folder; all other state is new",
-        path=True,
-        on_resume=OnResume.allowed,
-        runtime=True,
-    )
-
-    def check_export(self) -> Iterator[Violation]:
-        """Yield a violation for each setting that makes an export impossible; a model without any can be exported."""
-        yield from ()
-
-    def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """Check that the model supports tensor parallelism; user-defined models are checked when they are built."""
-        size = run.distributed.tensor_parallel
-        if size > 1 and not self.is_divided:
-            message = (
-                f"is {size} but model {type(self).__name__} does not support tensor parallelism; set it to 1, or choose"
-            )
-            yield Violation("distributed.tensor_parallel", f"{message} model=transformer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +52,10 @@ class Base(Model):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transformer(Model):
+class Transformer(WidthSettings):
     """A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention."""
 
+    widths: ClassVar[tuple[str, ...]] = ("intermediate_size", "num_heads", "num_kv_heads")
     in_transformers: ClassVar[bool] = True
     wants: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
@@ -155,6 +130,7 @@ class Transformer(Model):
 
     def check(self) -> Iterator[Violation]:
         """Check that the head counts divide the hidden size and each other, and that value embeddings have a layer."""
+        yield from super().check()
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
             yield Violation(
                 "model.num_heads",
@@ -203,6 +179,7 @@ class Transformer(Model):
 class PrefixVLM(Transformer):
     """A vision-language model: a convolutional stem for images in front of the decoder of model=transformer."""
 
+    supports_mup: ClassVar[bool] = False
     is_divided: ClassVar[bool] = False
     in_transformers: ClassVar[bool] = False
     implies_hparams: ClassVar[str] = "vlm"
@@ -354,9 +331,10 @@ def folder_settings(path: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiT(Model):
+class DiT(WidthSettings):
     """A class-conditional diffusion transformer with adaptive layer norm (Peebles and Xie, 2023)."""
 
+    widths: ClassVar[tuple[str, ...]] = ("num_heads",)
     is_divided: ClassVar[bool] = False
     wants: ClassVar[frozenset[str]] = frozenset({"images", "labels"})
 
@@ -366,12 +344,14 @@ class DiT(Model):
     num_classes: int = setting("${data.num_classes}", "classes to condition on", ge=1, le=10**8)
     patch_size: int = setting(2, "height and width of a patch in pixels; must divide image_size", ge=1, le=10**5)
     hidden_size: int = setting(128, "width of the residual stream; a multiple of 4", ge=1, le=10**6)
+    base_width: int = setting(128, BASE_WIDTH, ge=1, le=10**6, since="0.1.0")
     num_layers: int = setting(4, "number of blocks", ge=1, le=1000)
     num_heads: int = setting(4, "attention heads; must divide hidden_size", ge=1, le=10**5)
     mlp_ratio: float = setting(4.0, "feed-forward width divided by hidden_size", gt=0, le=1000)
 
     def check(self) -> Iterator[Violation]:
         """Check that `patch_size` divides `image_size`, and that `num_heads` and 4 divide `hidden_size`."""
+        yield from super().check()
         if self.image_size % self.patch_size:
             yield Violation(
                 "model.patch_size", f"is {self.patch_size} but must divide model.image_size={self.image_size}"

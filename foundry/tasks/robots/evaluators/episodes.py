@@ -69,8 +69,7 @@ class Film:
         fps: actions per second.
         success: whether the task was completed.
         every: actions between two frames, a power of 2; the last frame may follow sooner.
-        frames: frames, (size, size, 3) uint8 each, by the number of actions before them; with the start, and with the
-            end unless a non-finite action ended the episode.
+        frames: frames, (size, size, 3) uint8 each, by the number of actions before them; with the start and the end.
     """
 
     fps: float
@@ -279,14 +278,20 @@ class _Row:
             if not np.isfinite(action).all():
                 log.warning("episode %d ends: an action is not finite", self.number)
                 self.is_over = True
+                self._record_frame()
                 return
             step = self.simulator.step(action)
             self.length += 1
             self.observations.append(_copy(step.observation))
             self.success = bool(step.success)
             self.is_over = self.success or step.ended or self.length >= self.simulator.max_steps
-            if self.film is not None and (self.is_over or self.length % self.film.every == 0):
-                self.film.add(self.length, self.simulator.render(self._size))
+            self._record_frame()
+
+    def _record_frame(self) -> None:
+        """Add the current image to the film, if any, at every so many actions and at the end of the episode."""
+        film = self.film
+        if film is not None and self.length not in film.frames and (self.is_over or self.length % film.every == 0):
+            film.add(self.length, self.simulator.render(self._size))
 
     def result(self) -> Episode:
         """Return the result of the episode."""

@@ -12,6 +12,7 @@ from foundry.models.dit import DiTBlock, FinalLayer, TimestepEmbedder, linear_dr
 from foundry.models.flops import matmul_flops
 from foundry.models.initialisation import draw_weights
 from foundry.models.keyed_draws import Constant, Draw, Uniform
+from foundry.models.parametrization import WidthRules, find_roles
 from foundry.tasks.robots.schemas.model import PolicyDiT as PolicyDiTSettings
 
 _KEYPOINTS = 32
@@ -86,6 +87,9 @@ class PolicyDiT(nn.Module):
             DiTBlock(hidden_size, settings.num_heads, settings.mlp_ratio) for _ in range(settings.num_layers)
         )
         self.final_layer = FinalLayer(hidden_size, token_size)
+        inputs = ("action_embedder", "timestep_embedder.fc1", "observation_embedder.0")
+        roles = find_roles(self, inputs=inputs, outputs=("final_layer.out",))
+        self._width_rules = WidthRules(settings.width_ratio, roles)
         self.init_weights()
 
     def forward(
@@ -136,13 +140,17 @@ class PolicyDiT(nn.Module):
 
         The weights of gates and of the output layer are zero, as in DiT.
         """
-        draws = linear_draws(self)
+        draws = linear_draws(self, self._width_rules)
         for name, module in self.named_modules():
             if isinstance(module, nn.Conv2d):
                 area = module.kernel_size[0] * module.kernel_size[1]
                 draws[f"{name}.weight"] = Uniform.xavier(area * module.in_channels, area * module.out_channels)
                 draws[f"{name}.bias"] = Constant(0.0)
         return draws
+
+    def width_rules(self) -> WidthRules:
+        """Return the factors on initial values and learning rates by parameter name."""
+        return self._width_rules
 
     def init_weights(self, seed: int | None = None) -> None:
         """Initialize all weights from `initial_weights`; `seed` as in `draw_weights`."""

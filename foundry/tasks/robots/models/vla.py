@@ -6,11 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from foundry.config.configured import configured_by
+from foundry.models.compute_dtype import to_compute_dtype
+from foundry.models.decoder.block import TransformerBlock
+from foundry.models.decoder.norms import RMSNorm
+from foundry.models.decoder.rotary import rotary_table
 from foundry.models.dit import TimestepEmbedder
 from foundry.models.flops import matmul_flops
 from foundry.models.initialisation import draw_weights
 from foundry.models.keyed_draws import Constant, Draw, Normal, Uniform
-from foundry.models.transformer import RMSNorm, TransformerBlock, rotary_table, to_compute_dtype
 from foundry.models.vlm import KeysAndValues, PrefixVLM
 from foundry.tasks.robots.schemas.model import VLA as VLASettings
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from foundry.config.schemas.model import Model, PrefixVLM
+from foundry.config.schemas.model import Model, PrefixVLM, WidthSettings
+from foundry.config.schemas.model.parametrization import BASE_WIDTH
 from foundry.config.setting import setting
 from foundry.core.errors import Violation
 
@@ -13,9 +14,10 @@ _SIZES = ("state_dim", "num_observations", "horizon", "action_dim")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyDiT(Model):
+class PolicyDiT(WidthSettings):
     """A diffusion transformer over action chunks, conditioned on the observations of a robot."""
 
+    widths: ClassVar[tuple[str, ...]] = ("num_heads",)
     is_divided: ClassVar[bool] = False
     same_as_data: ClassVar[tuple[str, ...]] = (*Model.same_as_data, *_SIZES)
     wants: ClassVar[frozenset[str]] = frozenset({"actions"})
@@ -35,12 +37,14 @@ class PolicyDiT(Model):
     )
     patch_size: int = setting(8, "actions per token; must divide horizon", ge=1, le=10**5)
     hidden_size: int = setting(128, "width of the residual stream; an even number", ge=2, le=10**6)
+    base_width: int = setting(128, BASE_WIDTH, ge=1, le=10**6, since="0.1.0")
     num_layers: int = setting(3, "number of blocks", ge=1, le=1000)
     num_heads: int = setting(4, "attention heads; must divide hidden_size", ge=1, le=10**5)
     mlp_ratio: float = setting(4.0, "feed-forward width divided by hidden_size", gt=0, le=1000)
 
     def check(self) -> Iterator[Violation]:
         """Check that sizes are divisible as required."""
+        yield from super().check()
         if self.horizon % self.patch_size:
             message = f"is {self.patch_size} but must divide the actions of a chunk, data.horizon={self.horizon}"
             yield Violation("model.patch_size", f"{message}; set it to {math.gcd(self.patch_size, self.horizon)}")

@@ -1,0 +1,1 @@
+"""Parts of the decoder of model=transformer."""
