@@ -54,7 +54,7 @@ class ScalingOptions:
     )
     metric: str = setting("val_loss", "held-out loss in result.json")
     confidence: float = setting(0.95, "confidence of the intervals", gt=0, lt=1)
-    resamples: int = setting(500, "number of resampled fits for the intervals", ge=100, le=100_000)
+    resamples: int = setting(300, "number of resampled fits for the intervals", ge=100, le=100_000)
     seed: int = setting(0, "seed of the resampling", ge=0, le=2**63 - 1)
     picture: bool = setting(True, f"draw {PICTURE}")
     trust: bool = setting(False, "run the code of models in config.yaml that are not part of foundry, to count N")

@@ -95,7 +95,7 @@ class Fit:
         resampled: batch of laws, each fitted to as many runs drawn with replacement; None if there are too few runs.
         objective: sum of the Huber losses of all runs.
         residuals: (runs,) logarithm of measured over fitted loss.
-        noise: (resamples,) residuals for predicted runs; empty if `resampled` is None.
+        noise: (resamples,) residuals for predicted runs; length 0 without resamples.
     """
 
     law: Law
