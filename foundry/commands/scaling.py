@@ -41,7 +41,7 @@ class ScalingOptions:
     dir: str = setting("???", "directory of a sweep, a directory with run directories, or the URL of their mirrors")
     predict: list[str] = setting(list, "sizes whose loss to predict, such as 'N=30M D=600M'")
     budgets: list[float] = setting(
-        list, "compute budgets in FLOPs, C = 6 N D, for each of which the N and D with the lowest loss are computed"
+        list, "compute budgets in FLOPs, C = 6 N D; the result has the N and D with the lowest loss for each budget"
     )
     exclude: list[str] = setting(
         list, "jobs to leave out: number, directory or override, such as 'model.hidden_size=64'; * is a wildcard"
@@ -54,7 +54,7 @@ class ScalingOptions:
     )
     metric: str = setting("val_loss", "held-out loss in result.json")
     confidence: float = setting(0.95, "confidence of the intervals", gt=0, lt=1)
-    resamples: int = setting(300, "number of resampled fits for the intervals", ge=100, le=100_000)
+    resamples: int = setting(300, "number of resampled fits for the intervals", ge=20, le=100_000)
     seed: int = setting(0, "seed of the resampling", ge=0, le=2**63 - 1)
     picture: bool = setting(True, f"draw {PICTURE}")
     trust: bool = setting(False, "run the code of models in config.yaml that are not part of foundry, to count N")

@@ -14,7 +14,7 @@ from foundry.planning.parameter_counts import count_parameters
 
 
 def run(*words):
-    return fit_scaling_law(parse_options(ScalingOptions, join_lists([*words, "resamples=100"]))).facts
+    return fit_scaling_law(parse_options(ScalingOptions, join_lists([*words, "resamples=20"]))).facts
 
 
 @pytest.fixture(scope="module")
