@@ -156,7 +156,7 @@ def open_without_weights(run_dir: Path, which: str, *, trust: bool = False) -> R
 
 
 def build_unfilled(run_dir: Path, *, trust: bool = False) -> nn.Module:
-    """Build the model of a run on fake tensors, without adapters; neither a checkpoint nor data is read.
+    """Build the model of a run on fake tensors, without adapters, checkpoint or data.
 
     Args:
         run_dir: run directory, possibly from an untrusted source.
