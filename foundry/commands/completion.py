@@ -26,6 +26,7 @@ OPTIONS = {
     "sample": "SampleOptions",
     "export": "ExportOptions",
     "report": "ReportOptions",
+    "scaling": "ScalingOptions",
     "diff": "DiffOptions",
     "sync": "SyncOptions",
     "new": "NewOptions",

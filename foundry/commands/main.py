@@ -8,7 +8,20 @@ from pathlib import Path
 from foundry.config.diagnostics.flags import find_word
 from foundry.core.exit_codes import ExitCode
 
-COMMANDS = ("train", "plan", "lr_find", "coordinates", "eval", "sample", "export", "report", "diff", "sync", "new")
+COMMANDS = (
+    "train",
+    "plan",
+    "lr_find",
+    "coordinates",
+    "eval",
+    "sample",
+    "export",
+    "report",
+    "scaling",
+    "diff",
+    "sync",
+    "new",
+)
 """Modules of this package with a `main()`, in the order of the `--help` page."""
 _COMPLETION = "completion"
 _COMPOSING = ("train", "plan", "lr_find", "coordinates", _COMPLETION)

@@ -155,6 +155,21 @@ def open_without_weights(run_dir: Path, which: str, *, trust: bool = False) -> R
     return RestoredRun(config, model.eval(), data, folder, torch.device("cpu"))
 
 
+def build_unfilled(run_dir: Path, *, trust: bool = False) -> nn.Module:
+    """Build the model of a run on fake tensors, without adapters, checkpoint or data.
+
+    Args:
+        run_dir: run directory, possibly from an untrusted source.
+        trust: also build custom parts, which runs their code.
+
+    Raises:
+        ConfigError: the directory is no run, is not trusted, or its model cannot be built.
+    """
+    config = load_config(run_dir, trust=trust)
+    _check_bounds(run_dir, config)
+    return build_fake(partial(_build, config, run_dir, trust=trust)).model
+
+
 def _open(run_dir: Path, which: str, *, trust: bool) -> tuple[Config, Path, DataSplits]:
     config = load_config(run_dir, trust=trust)
     folder = _find_checkpoint(run_dir, which)

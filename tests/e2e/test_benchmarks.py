@@ -104,6 +104,16 @@ def test_resume_fidelity_benchmark_continues_killed_runs_without_repeated_sample
 
 
 @pytest.mark.long
+def test_scaling_prediction_benchmark_predicts_a_run_before_it_trains_it(smoke):
+    rows = smoke("scaling_prediction")
+    assert len(rows) == 10
+    large = rows["", "predicted before it was trained"]
+    others = [values for side, values in rows.items() if "fitted" in side[1]]
+    assert large["parameters"][0] > 3 * max(values["parameters"][0] for values in others)
+    assert all(0 < values["loss"][0] < 10 and abs(values["error"][0]) < 50 for values in [*others, large])
+
+
+@pytest.mark.long
 def test_mfu_benchmark_leaves_mfu_empty_if_peak_flops_are_unknown(smoke):
     rows = smoke("mfu", "--sides", "foundry", "raw")
     assert {side for _, side in rows} == {"PyTorch loop", "foundry"}

@@ -117,6 +117,7 @@ def test_plan_never_overwrites_a_run(lm, run_command):
         ("export", ["out", "dtype"]),
         ("sample", ["prompt", "labels"]),
         ("report", ["dir", "watch"]),
+        ("scaling", ["dir", "predict", "hold_out"]),
         ("diff", ["run", "against", "picture"]),
         ("sync", ["dir", "uri"]),
     ],
