@@ -22,7 +22,7 @@ from pathlib import Path
 
 from comparison import in_turn
 from records import ROOT, Column, Headline, Row, Values, finish, parser
-from scipy.stats import t as student
+from scipy.stats import t as student  # type: ignore[import-untyped]
 
 RECIPE, FORMER = "default", "former default"
 OPTIONS = {
