@@ -1,7 +1,7 @@
 """Defaults that have changed, which stay as they were for a run that began with the former ones.
 
-So the same command continues a run after an update of foundry. Values that the user types, and values of the user's own
-files, are never replaced.
+So the same command continues a run after an update of foundry. A value that the user types, and a value other than the
+current default, are never replaced.
 """
 
 from collections.abc import Collection, Mapping
@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from foundry.config.composition.implied_options import DEFAULT_HPARAMS
 from foundry.config.composition.store import writable
 from foundry.config.record.frozen import read_recorded
 from foundry.config.schemas.scheduler import Cosine, Linear
@@ -58,7 +59,7 @@ def keep_former_defaults(composed: DictConfig) -> None:
             group, _, option = default.choice.partition("=")
             if choices.get(group) == option and _is_kept(default, composed, recorded, typed):
                 OmegaConf.update(composed, default.key, default.former)
-        if choices.get("hparams") == "llm" and "scheduler" not in typed:
+        if choices.get("hparams") == DEFAULT_HPARAMS and "scheduler" not in typed:
             _keep_cosine(composed, recorded)
     except OmegaConfBaseException:  # reported by the checks of the composed configuration
         return
