@@ -40,6 +40,9 @@ TRAINED_ALIKE = (
 )
 """Overrides that give foundry the updates of a plain loop: AdamW at a constant learning rate, with clipping."""
 
+LLAMA = ("model.qk_norm=false", "model.zero_init_outputs=false")
+"""Overrides that make foundry's decoder a Llama."""
+
 QUIET = (
     "tracking=none",
     "tracking.progress=false",

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from comparison import HERE, QUIET, TRAINED_ALIKE, Measured, call, in_turn, losses_apart, speeds
+from comparison import HERE, LLAMA, QUIET, TRAINED_ALIKE, Measured, call, in_turn, losses_apart, speeds
 from records import Column, Headline, Row, Values, finish, parser
 
 SEQ_LEN = 512
@@ -163,10 +163,10 @@ def make_bases(folder: Path, names: set[str], more: Sequence[str] = ()) -> None:
     if "ragged" in names:
         sizes = ("model.hidden_size=192", "model.intermediate_size=512", "model.num_layers=4", "model.num_heads=4")
         small = ("data.form=text", "data.num_rows=400", "data.seq_len=512", "hparams.max_steps=1", "hparams.lr=1e-9")
-        call("-m", "foundry", "data=arithmetic", *small, *sizes, *quiet, f"hydra.run.dir={folder / 'ragged'}")
+        call("-m", "foundry", "data=arithmetic", *LLAMA, *small, *sizes, *quiet, f"hydra.run.dir={folder / 'ragged'}")
     if "sums" in names:
         texts = folder / "texts"
-        call("-m", "foundry", "experiment=pretrain_arithmetic", *more, *quiet, f"hydra.run.dir={texts}")
+        call("-m", "foundry", "experiment=pretrain_arithmetic", *LLAMA, *more, *quiet, f"hydra.run.dir={texts}")
         base = ("experiment=sft_arithmetic", f"model.path={texts}", f"hydra.run.dir={folder / 'sums'}")
         call("-m", "foundry", *base, *more, *quiet)
     for name in names:

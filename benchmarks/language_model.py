@@ -13,7 +13,18 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from comparison import NUM_WARMUP, PEERS, QUIET, TRAINED_ALIKE, Measured, default_threads, in_turn, installed, run_job
+from comparison import (
+    LLAMA,
+    NUM_WARMUP,
+    PEERS,
+    QUIET,
+    TRAINED_ALIKE,
+    Measured,
+    default_threads,
+    in_turn,
+    installed,
+    run_job,
+)
 from records import parser
 
 SCRIPT = "language_model_sides.py"
@@ -36,7 +47,7 @@ class Shape:
 
     def overrides(self) -> list[str]:
         """Return the overrides for foundry's decoder."""
-        return [f"model.{field.name}={getattr(self, field.name)}" for field in fields(self)]
+        return [*LLAMA, *(f"model.{field.name}={getattr(self, field.name)}" for field in fields(self))]
 
     def config(self) -> dict[str, int]:
         """Return the arguments of transformers' `LlamaConfig`."""

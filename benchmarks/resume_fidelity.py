@@ -39,7 +39,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from comparison import HERE, QUIET, call, default_threads
+from comparison import HERE, LLAMA, QUIET, call, default_threads
 from kills import MARK, Life
 from records import Column, Headline, Row, Values, finish, parser
 
@@ -175,6 +175,7 @@ class Plan:
     def _overrides(self, side: str, model: Path) -> list[str]:
         """Return the overrides for foundry's sides."""
         own = [
+            *LLAMA,
             f"model.init_from={model}",
             f"model.vocab_size={self.vocab_size}",
             f"model.max_seq_len={2 * self.seq_len}",

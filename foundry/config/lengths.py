@@ -90,7 +90,10 @@ def check_lengths(config: Config, budget: Budget) -> Iterator[Violation]:
         horizon = phases.horizon
         yield from _check_phases(config.scheduler, phases, budget)
     if isinstance(config.optimizer, Muon):
-        yield from _check_momentum_warmup(config.optimizer, horizon, budget)
+        try:
+            config.optimizer.momentum_warmup_samples(budget, horizon)
+        except ValueError as error:
+            yield Violation("optimizer.momentum_warmup", str(error))
     ramp_end = budget.batch_sizes.stages[-1].first_sample
     end = max(budget.total_samples, horizon)
     if ramp_end >= end:
@@ -126,20 +129,4 @@ def _check_phases(scheduler: Scheduler, phases: Phases, budget: Budget) -> Itera
             "scheduler.warmup",
             f"is {scheduler.warmup}: a {text} {verb} not fit into the {schedule_steps:g} steps of the schedule; "
             f"shorten them, or give a fraction such as 0.05",
-        )
-
-
-def _check_momentum_warmup(optimizer: Muon, horizon: float, budget: Budget) -> Iterator[Violation]:
-    key, text = "optimizer.momentum_warmup", optimizer.momentum_warmup
-    try:
-        samples = optimizer.momentum_warmup_samples(budget, horizon)
-    except ValueError as error:
-        yield Violation(key, str(error))
-        return
-    if samples is not None and samples > horizon * (1 + 1e-12):
-        sizes = budget.batch_sizes
-        yield Violation(
-            key,
-            f"is {text}: a warm-up of {sizes.steps_at(samples):g} steps does not fit into the "
-            f"{sizes.steps_at(horizon):g} steps of the schedule; shorten it, or give a fraction such as 0.05",
         )

@@ -92,7 +92,8 @@ def test_collectives_of_training_continue_during_a_save(tmp_path):
 def fail_on_one_rank(world, run_dir, asynchronous, strict):
     import torch
 
-    from foundry.checkpoint import saver as module
+    from foundry.checkpoint import writer as module
+    from foundry.core.protocols import SaveError
 
     checkpointer = saver(run_dir, world, asynchronous=asynchronous, strict=strict)
     tensors = {"a": torch.arange(10.0), "b": torch.arange(9.0)}
@@ -111,7 +112,7 @@ def fail_on_one_rank(world, run_dir, asynchronous, strict):
             checkpointer.finish()
         checkpointer.join()
         raised = ""
-    except module.SaveError as error:
+    except SaveError as error:
         raised = str(error)
     module.write_shard = working
     failed = checkpointer.failed_saves

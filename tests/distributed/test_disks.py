@@ -160,7 +160,7 @@ def fail_on_the_other_disk(world, root):
     checkpointer = saver(world)
     save(checkpointer, 1, world)
     if world.rank == 1:
-        checkpointer._check_run_dir = lambda: 1 / 0
+        checkpointer._writer._check_run_dir = lambda: 1 / 0
     try:
         save(checkpointer, 2, world)
     except SaveError as error:

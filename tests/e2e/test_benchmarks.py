@@ -114,6 +114,15 @@ def test_scaling_prediction_benchmark_predicts_a_run_before_it_trains_it(smoke):
 
 
 @pytest.mark.long
+def test_default_recipe_benchmark_trains_and_times_both_recipes(smoke):
+    rows = smoke("default_recipe", "--seeds", "1", "--option-seeds", "0", "--corpus-seeds", "0", "--rounds", "1")
+    assert rows.keys() == {("standard library", "default"), ("standard library", "former default")}
+    for values in rows.values():
+        assert 0 < values["each"][0] < 10
+        assert values["ms"][0] > 0
+
+
+@pytest.mark.long
 def test_mfu_benchmark_leaves_mfu_empty_if_peak_flops_are_unknown(smoke):
     rows = smoke("mfu", "--sides", "foundry", "raw")
     assert {side for _, side in rows} == {"PyTorch loop", "foundry"}

@@ -129,7 +129,7 @@ def test_num_workers_override_of_own_data_needs_a_plus(run_command):
         ("bare", "returns an object of type SGD, not a list of optimizers; return [optimizer]"),
         ("nothing", "returns nothing, not a list of optimizers; return [torch.optim.AdamW(...)]"),
         ("classes", "returns a list with an object of type type, which is not a torch.optim.Optimizer"),
-        ("part", "leaves out 5 of 21 trainable parameters: "),
+        ("part", "leaves out 9 of 25 trainable parameters: "),
         (
             "doubled",
             "takes model.embed_tokens.weight more than once; give each ",

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from support.composition import configure
+from support.composition import EQUAL_RATES, configure
 from support.harness import run_ranks
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -139,8 +139,8 @@ def test_cautious_adamw_of_shards_equals_that_of_whole_tensors():
             ["optimizer=adamw", "optimizer.cautious_weight_decay=true", "optimizer.moments_dtype=bf16"],
             [CautiousBf16AdamW],
         ),
-        (["optimizer=muon"], [AdamW]),
-        (["optimizer=muon", "optimizer.cautious_weight_decay=true"], [CautiousAdamW]),
+        (["optimizer=muon", *EQUAL_RATES], [AdamW]),
+        (["optimizer=muon", *EQUAL_RATES, "optimizer.cautious_weight_decay=true"], [CautiousAdamW]),
     ],
 )
 def test_cautious_weight_decay_selects_its_classes(overrides, kinds):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.composition import configure
+from support.composition import EQUAL_RATES, configure
 from support.harness import run_ranks
 from support.toy import full_tensor
 from torch import nn
@@ -202,7 +202,7 @@ class Block(FSDPBlock):
 def test_row_variance_of_the_settings_reaches_muon(overrides, state):
     torch.manual_seed(0)
     model = nn.Sequential(Block())
-    optimizer, _ = muon(configure("optimizer=muon", *overrides).optimizer, model=model, lr=1e-2)
+    optimizer, _ = muon(configure("optimizer=muon", *EQUAL_RATES, *overrides).optimizer, model=model, lr=1e-2)
     matrix = model[0].layer.weight
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.composition import configure
+from support.composition import EQUAL_RATES, configure
 from support.examples import examples
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -247,7 +247,7 @@ def test_fp32_newton_schulz_does_not_amplify_rounding_errors(pair):
 )
 def test_ns_dtype_follows_precision_unless_set(mode, dtype):
     def dtype_of(*overrides):
-        config = configure("optimizer=muon", f"precision={mode}", *overrides)
+        config = configure("optimizer=muon", *EQUAL_RATES, f"precision={mode}", *overrides)
         return build_optimizers(config, Model())[0].param_groups[0]["ns_dtype"]
 
     assert dtype_of() == dtype_of("optimizer.ns_dtype=null") == dtype

@@ -95,6 +95,7 @@ def test_fifty_steps_match_a_plain_pytorch_loop(configure, tmp_path, task, loss_
         f"hparams.lr={LR}",
         f"hparams.seed={SEED}",
         f"hparams.grad_clip_norm={MAX_NORM}",
+        "scheduler=cosine",
         f"scheduler.warmup={WARMUP}",
         f"scheduler.min_lr={FLOOR}",
         "checkpoint.save_final=false",

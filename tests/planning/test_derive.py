@@ -41,6 +41,7 @@ def test_plan_of_a_ramped_run_has_stages_phases_and_durations(configure):
         "scheduler.warmup": "10 = 10 steps = 80 samples",
         "scheduler.horizon": "1.0 = 100 steps = 1440 samples",
         "scheduler.decay": "0.25 = 22.5 steps = 360 samples",
+        "optimizer.momentum_warmup": "300 = 300 steps = 4640 samples",
         "evaluation.interval": "0.5 = every 36 steps of an epoch",
     }
     assert [(phase["name"], phase["first_step"]) for phase in plan["phases"]] == [
@@ -88,6 +89,7 @@ def test_plan_resolves_fractions_of_the_horizon_and_counts_tokens(configure):
         "scheduler.warmup": "0.5 = 50 steps = 200 samples",
         "scheduler.horizon": "3200 tokens = 100 steps = 400 samples",
         "scheduler.weight_decay_horizon": "0.1 = 5 steps = 20 samples",
+        "optimizer.momentum_warmup": "300 = 300 steps = 1200 samples",
         "evaluation.interval": "0.5 epochs = 12.5 steps = 50 samples",
     }
     assert plan["weight_decay"] == {"first": 0.08, "last": 0.0}

@@ -41,6 +41,7 @@ LLAMA_70B = [
     "hparams.grad_checkpointing=true",
     "optimizer=adamw",
     "distributed=fsdp",
+    "model.qk_norm=false",
 ]
 LAST = "distributed.gradient_sync=last"
 SMALL = ["model.hidden_size=32", "model.intermediate_size=48", "model.num_layers=2", "optimizer=adamw"]
@@ -237,7 +238,8 @@ def test_cpu_offload_moves_planned_bytes_to_the_host(configure):
     config = configure(*SMALL, "distributed=fsdp", "distributed.cpu_offload=true", LAST, "hparams.ema_decay=0.9")
     on_gpu, on_cpu = plan(config), plan(config, device_type="cpu")
     parts = on_gpu.weights + on_gpu.gradients + on_gpu.optimizer + on_gpu.ema
-    norms = 2 * 2 * 32 * 4 * 5  # five fp32 values per norm weight of a block, all on the device
+    # Five fp32 values per norm weight of a block, all on the device: two norms of width 32, two of a head (8).
+    norms = 2 * (2 * 32 + 2 * 8) * 4 * 5
     assert on_gpu.host > 0
     assert on_cpu.host == 0
     assert on_cpu.total - on_gpu.total == on_gpu.host

@@ -36,7 +36,7 @@ def srun(tmp_path_factory, monkeypatch):
 
 def script(tmp_path, **settings):
     settings = {"submitit_folder": str(tmp_path / "%j"), "name": "foundry", **settings}
-    executor = _executor(Slurm(**settings), None)._executor
+    executor = _executor(Slurm(**settings), None, [])._executor
     return executor._make_submission_file_text(executor._submitit_command_str, "uid")
 
 

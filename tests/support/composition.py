@@ -32,6 +32,10 @@ def compose(*overrides: str) -> DictConfig:
         raise
 
 
+EQUAL_RATES = ("optimizer.groups.embeddings.lr_mult=1", "optimizer.groups.head.lr_mult=1")
+"""Overrides of `optimizer=muon` for models without an embedding and a separate head."""
+
+
 @cache
 def configure(*overrides: str) -> Config:
     """Compose a typed config, as for `run`; cached, because it is frozen."""

@@ -11,7 +11,7 @@ from support import composition
 from support.examples import some_of
 from support.run_events import EndsAfter, Interrupted
 
-from foundry.checkpoint import saver
+from foundry.checkpoint import writer
 from foundry.commands.library import run
 from foundry.engine.train import train
 from foundry.run_dir.checkpoints import list_checkpoints, parse_step
@@ -147,8 +147,8 @@ def test_failed_run_finishes_its_pending_save(configure, tmp_path, monkeypatch):
         time.sleep(1)
         return write_shard(*args)
 
-    write_shard = saver.write_shard
-    monkeypatch.setattr(saver, "write_shard", slowly)
+    write_shard = writer.write_shard
+    monkeypatch.setattr(writer, "write_shard", slowly)
     config = configure("hparams.max_steps=12")
     with pytest.raises(Interrupted):
         run(config, tmp_path / "run", observers=[EndsAfter(11)])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sequence_parts import TRAP, Killed, Watcher
 from support.examples import examples, some_of
 
-from foundry.checkpoint import retention, saver
+from foundry.checkpoint import retention, writer
 from foundry.checkpoint.folder import problems, read_manifest
 from foundry.config.schemas.checkpoint import Checkpoint, KeepBest
 from foundry.config.schemas.evaluation import EarlyStopping, Evaluation, Mode, PatienceUnit
@@ -90,9 +90,9 @@ def trapped():
     patch = pytest.MonkeyPatch()
     patch.setattr("foundry.engine.train.build_observers", lambda *args: [Watcher(), *build_observers(*args)])
     for module, name, place in (
-        (saver, "write_json", "write"),
-        (saver, "publish", "publish"),
-        (saver, "link", "link"),
+        (writer, "write_json", "write"),
+        (writer, "publish", "publish"),
+        (writer, "link", "link"),
         (retention.shutil, "rmtree", "delete"),
     ):
         patch.setattr(module, name, spring_then(place, getattr(module, name)))

@@ -13,6 +13,7 @@ from foundry.config.checks.rules import rules
 from foundry.config.checks.rungs import check_rungs
 from foundry.config.checks.targets import check_own_launcher
 from foundry.config.composition.base import expand_base
+from foundry.config.composition.former_defaults import keep_former_defaults
 from foundry.config.composition.start_dir import check_folders
 from foundry.config.composition.store import fill_missing_parts
 from foundry.config.diagnostics.missing_values import check_hydra
@@ -29,8 +30,9 @@ from foundry.core.tasks import pins
 def check(composed: DictConfig, checked: GroupChecks | None = None) -> list[Violation]:
     """Return the violations of a composed configuration in a fixed order; bounds and rules only if no value is missing.
 
-    This first modifies the configuration: `model=base` is replaced by the model that it loads, and tasks
-    replace values that may have another meaning later, such as the last checkpoint of another run.
+    This first modifies the configuration: a run that has begun keeps former defaults, `model=base` is replaced by the
+    model that it loads, and tasks replace values that may have another meaning later, such as the last checkpoint of
+    another run.
 
     Args:
         composed: the configuration.
@@ -43,6 +45,7 @@ def check(composed: DictConfig, checked: GroupChecks | None = None) -> list[Viol
     choices = list(_check_choices(composed))
     if not choices:
         fill_missing_parts(composed)
+        keep_former_defaults(composed)
     base_errors = [] if choices else expand_base(composed) or [wrong for pin in pins() for wrong in pin(composed)]
     unusable = {violation.key for violation in choices} | ({"model"} if base_errors else set())
     keys = [str(key) for key in composed if key != "hydra" and key not in unusable]

@@ -23,6 +23,7 @@ def register_resolvers() -> None:
     register_resolver("times", _times)
     register_resolver("half", _half)
     register_resolver("where", _where)
+    register_resolver("where_all", _where_all)
     register_resolver("unless_given", _unless_given)
     register_resolver("mode_of", _mode_of)
     register_resolver("direction_of", _direction_of)
@@ -43,8 +44,22 @@ def _half(value: int) -> int:
 
 def _where(key: str, value: str, then: Any, otherwise: Any, *, _root_: DictConfig) -> Any:
     """Return `then` if the setting `key` exists and equals `value` as text, else `otherwise`."""
-    current = OmegaConf.select(_root_, key)
-    return then if str(getattr(current, "name", current)) == str(value) else otherwise
+    return _where_all(then, otherwise, key, value, _root_=_root_)
+
+
+def _where_all(then: Any, otherwise: Any, *conditions: Any, _root_: DictConfig) -> Any:
+    """Return `then` if each setting equals its value as text, else `otherwise`; a missing setting is null.
+
+    Args:
+        then: value if all conditions are met.
+        otherwise: value if one is not.
+        conditions: settings and values in turn.
+    """
+    for key, value in zip(conditions[::2], conditions[1::2], strict=True):
+        current = OmegaConf.select(_root_, key)
+        if str(getattr(current, "name", current)) != str(value):
+            return otherwise
+    return then
 
 
 def _unless_given(value: Any, *keys: str, _root_: DictConfig) -> Any:

@@ -182,7 +182,8 @@ class Muon(Optimizer):
     )
     momentum_warmup: str = setting(
         "300",
-        "duration of the rise from momentum_warmup_start; a fraction refers to the horizon of the scheduler",
+        "duration of the rise from momentum_warmup_start, which a shorter run does not complete; a fraction refers to "
+        "the horizon of the scheduler",
         parse=Duration.parse_positive,
         since="0.1.0",
     )
