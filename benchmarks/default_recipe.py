@@ -45,7 +45,7 @@ SHORT = ["hparams.max_steps=200"]
 CORPORA = {
     DEFAULT_CORPUS: [],
     "documentation": ["data=text", f"data.path='{ROOT}/docs/*.md'", *SHORT],
-    "C headers": ["data=text", f"data.path='{sysconfig.get_paths()['include']}/**/*.h'", *SHORT],
+    "C headers": ["data=text", *SHORT],
 }
 QUIET = ["tracking=none", "tracking.progress=false", "checkpoint=none", "evaluation.write_samples=false"]
 SMOKE = ["model.hidden_size=32", "model.intermediate_size=64", "model.num_layers=1", "hparams.max_steps=3"]
@@ -70,9 +70,22 @@ class Run:
         """Return the held-out loss; a run that has finished in the folder is not repeated."""
         name = f"{self.corpus} {self.side} {self.seed}".replace(" ", "_").replace("=", "")
         words = [*CORPORA[self.corpus], *SIDES[self.side], f"hparams.seed={self.seed}", *more]
+        if self.corpus == "C headers":
+            words.append(f"data.path='{write_headers(folder / 'headers')}/*.txt'")
         train(folder / name, words)
         loss: float = json.loads((folder / name / "result.json").read_text())["val_loss"]
         return loss
+
+
+def write_headers(folder: Path) -> Path:
+    """Copy Python's C headers to a folder as text files, unless it exists, and return the folder."""
+    if not folder.exists():
+        folder.mkdir()
+        include = Path(sysconfig.get_paths()["include"])
+        for path in sorted(include.rglob("*.h")):
+            name = "_".join(path.relative_to(include).with_suffix(".txt").parts)
+            (folder / name).write_bytes(path.read_bytes())
+    return folder
 
 
 def train(run_dir: Path, words: list[str]) -> None:

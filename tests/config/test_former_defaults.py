@@ -60,6 +60,11 @@ def test_typed_values_are_never_replaced(word, key, recorded, tmp_path):
     assert value(compose(recorded, word), key) == value(compose(f"hydra.run.dir={tmp_path}/new", word), key)
 
 
+def test_record_of_another_model_changes_nothing(tmp_path):
+    (tmp_path / CONFIG).write_text("model: {_target_: foundry.DiT}")
+    assert compose(f"hydra.run.dir={tmp_path}").model.qk_norm is True
+
+
 def test_schedule_that_another_option_chooses_is_never_replaced(recorded):
     sizes = [f"hparams.{name}=4" for name in ("global_batch_size", "per_gpu_batch_size", "max_steps")]
     config = compose(recorded, "hparams=megatron", "hparams.lr=1e-3", *sizes)

@@ -87,8 +87,10 @@ def _is_kept(default: FormerDefault, composed: DictConfig, recorded: Mapping[str
     group, *names = default.key.split(".")
     if any(".".join([group, *names[:end]]) in typed for end in range(1, len(names) + 1)):
         return False
-    value: Any = recorded
-    for name in (group, *names):
+    value: Any = recorded.get(group)
+    if not isinstance(value, Mapping) or value.get("_target_") != composed[group].get("_target_"):
+        return False
+    for name in names:
         value = value.get(name, default.former) if isinstance(value, Mapping) else default.former
     return bool(value == default.former and OmegaConf.select(composed, default.key) == default.current)
 
