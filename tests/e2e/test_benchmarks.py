@@ -164,7 +164,7 @@ def test_packing_benchmark_losses_and_gradients_match_unpacked_ones(smoke):
             },
         ),
         ("muon", ("--ranks", "2"), {"everywhere", "one owner"}),  # the script asserts bit-identical results
-        ("validate", (), {"a misspelt key"}),
+        ("validate", (), {"a misspelt key", "a sweep's only job"}),
     ],
 )
 def test_benchmark_measures_all_sides(smoke, name, words, sides):
