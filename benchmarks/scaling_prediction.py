@@ -18,6 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from comparison import LLAMA
 from records import Column, Row, finish, parser
 
 LAYERS, LEARNING_RATE_TIMES_WIDTH = 4, 0.256
@@ -72,6 +73,7 @@ class Plan:
     def overrides(self, size: Size) -> list[str]:
         """Return the overrides of a run."""
         return [
+            *LLAMA,
             f"model.hidden_size={size.width}",
             f"model.intermediate_size={size.feed_forward}",
             f"model.num_layers={LAYERS}",
