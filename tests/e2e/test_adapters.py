@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
-from support.composition import configure
+from support.composition import EQUAL_RATES, configure
 from support.evaluated import evaluate
 from support.samples import read_samples
 from support.tiny import SMALL_LM, TINY_DIT
@@ -36,7 +36,8 @@ TOKENS = torch.arange(24).view(1, 24)
 def base(tmp_path_factory):
     """The run directory of a tiny language model."""
     folder = tmp_path_factory.mktemp("base") / "base"
-    train(configure(*SMALL_LM, *QUIET, "hparams.lr=0.01", "hparams.max_steps=1"), folder)
+    llama = ["model.qk_norm=false", "model.zero_init_outputs=false", *EQUAL_RATES]
+    train(configure(*SMALL_LM, *QUIET, *llama, "hparams.lr=0.01", "hparams.max_steps=1"), folder)
     return folder
 
 

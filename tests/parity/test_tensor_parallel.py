@@ -34,6 +34,8 @@ VARIANTS = {
     ],
     "sgd, with residual scalars, value embeddings and capped logits": [
         "optimizer=sgd",
+        "model.qk_norm=false",
+        "model.zero_init_outputs=false",
         "hparams.lr=0.1",
         "model.residual_scalars=true",
         "model.value_embeddings=[0,-1]",

@@ -9,6 +9,7 @@ WORDS = [
     "debug=fast",
     "tracking.plots=false",
     "model.hidden_size=512",
+    "model.qk_norm=false",
     "model.intermediate_size=1408",
     "model.num_layers=4",
     "model.num_heads=8",

@@ -13,6 +13,7 @@ LM = [
     "debug=fast",
     "tracking.plots=false",
     "model.hidden_size=64",
+    "model.qk_norm=false",
     "model.intermediate_size=128",
     f"model.num_layers={NUM_BLOCKS}",
     "model.num_heads=2",
