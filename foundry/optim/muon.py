@@ -2,13 +2,14 @@
 
 `torch.optim.Muon` multiplies the shards of a matrix through DTensor in bfloat16, which rounds partial products before
 they are summed: after three steps, the weights of a run on two ranks differ from a run on one rank by 1e-3. Here each
-update is gathered and orthogonalized as a whole matrix, so the result is the same for any number of ranks; momentum and
-weights stay sharded. One rank orthogonalizes each matrix. The update is sent in the dtype of the iteration, because the
-iteration rounds it to this dtype anyway.
+update is gathered and orthogonalized as a whole matrix; momentum and weights stay sharded. One rank orthogonalizes each
+matrix. The update is sent in the dtype of the iteration, because the iteration rounds it to this dtype anyway.
 
-Equal gradients give equal updates in fp32 and in bfloat16. If gradients differ in the last bit, for example because of
-another summation order, the difference of the updates is at most 3.4445^5 = 485 times as large in fp32. In bfloat16 a
-difference may also change how a value is rounded, and the weak singular directions consist of these rounding errors.
+On CPUs, equal gradients give equal updates for any number of ranks, in fp32 and in bfloat16. A GPU orthogonalizes
+matrices of equal shape as a stack, whose size depends on the number of ranks, so updates agree up to rounding. If
+gradients differ in the last bit, for example because of another summation order, the difference of the updates is at
+most 3.4445^5 = 485 times as large in fp32. In bfloat16 a difference may also change how a value is rounded, and the
+weak singular directions consist of these rounding errors.
 """
 
 import math
@@ -176,9 +177,8 @@ class Muon(EagerOptimizer):
         if rows is not None:
             finish_gather_rows = rows.gather([v for v, is_sent in zip(variances, rows.is_sent, strict=True) if is_sent])
         yield
-        groups = [group for (_, group), is_mine in zip(members, batch.is_mine, strict=True) if is_mine]
-        matrices = zip(finish_gather(), groups, strict=True)
-        directions = [orthogonalise(matrix, g["ns_steps"], g["ns_dtype"]) for matrix, g in matrices]
+        num_steps = [group["ns_steps"] for (_, group), is_mine in zip(members, batch.is_mine, strict=True) if is_mine]
+        directions = _orthogonalise_all(finish_gather(), num_steps, members[0][1]["ns_dtype"])
         if rows is not None:
             directions, averages = normalise_rows(directions, finish_gather_rows(), self._row_variance_decay)
             finish_scatter_rows = rows.scatter(averages)
@@ -251,22 +251,41 @@ def orthogonalise(matrix: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
     Runs a quintic Newton-Schulz iteration with the coefficients of https://kellerjordan.github.io/posts/muon.
 
     Args:
-        matrix: (rows, columns), floating point.
+        matrix: (rows, columns), or a stack of matrices, (matrices, rows, columns); floating point.
         num_steps: number of iterations.
         dtype: dtype of the iteration.
 
     Returns:
-        (rows, columns) of `dtype`.
+        A tensor of the shape of `matrix` and of `dtype`.
     """
     a, b, c = _COEFFICIENTS
-    tall = matrix.size(0) > matrix.size(1)
+    tall = matrix.size(-2) > matrix.size(-1)
+    add_product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
     x = matrix.to(dtype)
-    x = x.T if tall else x
-    x = x / x.norm().clamp(min=1e-7)  # the iteration converges for singular values of at most about 1
+    x = x.mT if tall else x
+    # The iteration converges for singular values of at most about 1.
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(num_steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def _orthogonalise_all(matrices: Sequence[Tensor], num_steps: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    """Orthogonalize matrices of one device, each with its number of iterations.
+
+    On a GPU, matrices of equal shape are stacked: a kernel for each of them would take the host longer than the device.
+    Products of a stack may be rounded differently from those of one matrix.
+    """
+    stacks = dict[Hashable, list[int]]()
+    for index, matrix in enumerate(matrices):
+        stacks.setdefault(index if matrix.device.type == "cpu" else (matrix.shape, num_steps[index]), []).append(index)
+    directions = dict[int, Tensor]()
+    for indices in stacks.values():
+        stack = matrices[indices[0]] if len(indices) == 1 else torch.stack([matrices[index] for index in indices])
+        direction = orthogonalise(stack, num_steps[indices[0]], dtype)
+        directions.update(zip(indices, [direction] if len(indices) == 1 else direction.unbind(), strict=True))
+    return [directions[index] for index in range(len(matrices))]
 
 
 def normalise_rows(

@@ -4,12 +4,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.devices import Operations
+from support.devices import DEVICES, Operations
 from torch import nn
 
 from foundry.optim import muon
 
-NO_KERNELS = {"view", "_unsafe_view", "alias", "permute", "split_with_sizes", "slice", "empty"}
+NO_KERNELS = {"view", "_unsafe_view", "alias", "permute", "transpose", "split_with_sizes", "slice", "empty"}
 
 
 def muon_kernels(shape, num_matrices, ns_steps):
@@ -34,6 +34,36 @@ def test_muon_batches_momentum_and_weight_updates_over_matrices(shape, num_other
     assert many - few == 20 * (3 * 5 + num_others)
     assert longer - many == 24 * 3 * 2
     assert few - 4 * (3 * 5 + num_others) < 20
+
+
+@pytest.mark.parametrize("shape", [(8, 20), (20, 8), (8, 8)])
+def test_stack_of_matrices_is_orthogonalised_like_each_matrix(shape):
+    """A GPU orthogonalizes matrices of equal shape as a stack."""
+    stack = torch.randn(5, *shape)
+    expected = torch.stack([muon.orthogonalise(matrix, 5, torch.float32) for matrix in stack])
+    torch.testing.assert_close(muon.orthogonalise(stack, 5, torch.float32), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_update_of_many_shapes_equals_that_of_single_matrices(device):
+    """Matrices of one shape are not neighbours, and two groups have other numbers of iterations."""
+    shapes = [(8, 20), (20, 8), (8, 20), (8, 8), (8, 20), (20, 8)]
+    start = [torch.randn(shape) for shape in shapes]
+    gradients = [torch.randn(shape) for shape in shapes]
+
+    def update(indices, where):
+        matrices = {index: nn.Parameter(start[index].to(where, copy=True)) for index in indices}
+        groups = [{"params": [m for i, m in matrices.items() if i % 2 == odd], "ns_steps": 5 + odd} for odd in (0, 1)]
+        options = {"momentum": 0.9, "nesterov": True, "ns_steps": 5, "weight_decay": 0.1, "ns_dtype": torch.float32}
+        optimizer = muon.Muon([group for group in groups if group["params"]], lr=0.1, **options)
+        for index, matrix in matrices.items():
+            matrix.grad = gradients[index].to(where)
+        optimizer.step()
+        return {index: matrix.detach().cpu() for index, matrix in matrices.items()}
+
+    together = update(range(len(shapes)), device)
+    for index in range(len(shapes)):
+        torch.testing.assert_close(together[index], update([index], "cpu")[index], rtol=1e-4, atol=1e-5)
 
 
 def test_muon_update_in_chunks_equals_one_update():

@@ -132,7 +132,7 @@ def saved_by_forward(config, microbatch, *, grad_checkpointing):
 def test_planned_activations_equal_the_bytes_saved_by_autograd(configure, overrides, grad_checkpointing):
     config = configure(*overrides, f"hparams.grad_checkpointing={grad_checkpointing}", "hparams.per_gpu_batch_size=2")
     microbatch = microbatch_of(config, seq_len=48)
-    planned = plan(config, microbatch=microbatch)
+    planned = plan(config, microbatch=microbatch, device_type="cpu")
     assert planned.note is None
     expected = saved_by_forward(config, microbatch, grad_checkpointing=grad_checkpointing)
     assert planned.activations_estimated == expected
@@ -199,8 +199,9 @@ def test_planned_activations_of_selective_checkpointing_match_torch(configure, o
     recomputed = sum(storage.nbytes() for pointer, storage in again._found.items() if pointer not in left_out)
     matrices = [sum(p.numel() for p in each.parameters() if p.ndim > 1) for each in find_blocks(model)]
     others = 2 * sum(matrices[1:]) if config.precision.mode is PrecisionMode.amp_bfloat16 else 0
-    planned = plan(config, microbatch=microbatch)
-    full = plan(configure(*overrides, selective[0], "hparams.per_gpu_batch_size=2"), microbatch=microbatch)
+    planned = plan(config, microbatch=microbatch, device_type="cpu")
+    without = configure(*overrides, selective[0], "hparams.per_gpu_batch_size=2")
+    full = plan(without, microbatch=microbatch, device_type="cpu")
     assert planned.activations_estimated == saved.num_bytes + recomputed + others
     assert full.activations_estimated < planned.activations_estimated
 

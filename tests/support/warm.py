@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
+from unittest.mock import patch
 
 from foundry.launch import local
 from support.terminal import NOT_PASSED_ON
@@ -27,15 +28,10 @@ CONTEXT = multiprocessing.get_context("forkserver")
 def start_server():
     """Start the fork server unless it runs; it imports `support.warm_server`."""
     CONTEXT.set_forkserver_preload(["support.warm_server"])  # a process-wide setting that other code may have changed
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), before]))
-    try:
+    own_path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    # With NVML, imports that look for GPUs do not initialize CUDA, which a forked process could not use then.
+    with patch.dict(os.environ, PYTHONPATH=own_path, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
         forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
 
 
 class WarmProcess:

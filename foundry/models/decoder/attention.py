@@ -64,11 +64,11 @@ class Attention(nn.Module):
         the heads of this rank.
         """
         query, key, value = (
-            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:  # before the transposition, which they would undo
             query, key = self.q_norm(query, self.q_proj.weight), self.k_norm(key, self.k_proj.weight)
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         if token_values is not None:
             value = value + token_values.view(*token_values.shape[:2], -1, self.head_dim).transpose(1, 2)
         return rotate(query, cos, sin), rotate(key, cos, sin), value

@@ -35,7 +35,7 @@ class HeadNorm(RMSNorm):
     """`RMSNorm` of each head's queries or keys (QK-norm: Henry et al., 2020, arXiv:2010.04245; as in Qwen3)."""
 
     def forward(self, x: Tensor, projection: Tensor) -> Tensor:  # type: ignore[override]
-        """Normalize x: (batch, heads, seq, head_dim), the output of a matrix.
+        """Normalize x: (batch, seq, heads, head_dim), the output of a matrix.
 
         Under tensor parallelism each rank has the matrix of some heads, and the gradient of the norm's weight is
         summed over the ranks of the matrix.

@@ -1,7 +1,10 @@
 """Rotary positions (Su et al., 2021)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 def rotary_table(seq_len: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -18,5 +21,29 @@ def rotary_table(seq_len: int, head_dim: int, theta: float, device: torch.device
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary positions to x: (batch, heads, seq, head_dim); cos, sin: (..., seq, head_dim)."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    rotated: Tensor = _Rotation.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return rotated
+
+
+class _Rotation(torch.autograd.Function):
+    """Rotation whose gradient is the inverse rotation; the operations of the definition would move twice the memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, -sin), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x * cos + cat(-second, first) * sin, with the halves of x and the same rounding."""
+    half = x.shape[-1] // 2
+    sin, turned = sin[..., :half], x * cos
+    turned[..., :half].sub_(x[..., half:] * sin)
+    turned[..., half:].add_(x[..., :half] * sin)
+    return turned
