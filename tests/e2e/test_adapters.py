@@ -29,6 +29,7 @@ FEW = ["debug=fast", "data.seq_len=32", *QUIET]
 LORA = ["peft=lora", "optimizer=adamw", "hparams.lr=0.02", "scheduler=constant", "hparams.max_steps=3"]
 STILL = ["optimizer=adamw", "hparams.lr=1e-30", "optimizer.weight_decay=0", "hparams.max_steps=1"]
 LONGER = ["hparams.max_steps=4", "checkpoint.scheduler_on_resume=config"]
+LLAMA = ["model.qk_norm=false", "model.zero_init_outputs=false", *EQUAL_RATES]
 TOKENS = torch.arange(24).view(1, 24)
 
 
@@ -36,8 +37,7 @@ TOKENS = torch.arange(24).view(1, 24)
 def base(tmp_path_factory):
     """The run directory of a tiny language model."""
     folder = tmp_path_factory.mktemp("base") / "base"
-    llama = ["model.qk_norm=false", "model.zero_init_outputs=false", *EQUAL_RATES]
-    train(configure(*SMALL_LM, *QUIET, *llama, "hparams.lr=0.01", "hparams.max_steps=1"), folder)
+    train(configure(*SMALL_LM, *QUIET, *LLAMA, "hparams.lr=0.01", "hparams.max_steps=1"), folder)
     return folder
 
 
@@ -112,7 +112,7 @@ def test_missing_or_changed_base_of_adapters_is_a_config_error(base, tmp_path):
     with pytest.raises(ConfigError, match=r"^model\.init_from: leads to .*" + gone):
         train(configure("model=base", f"model.path={tmp_path / 'run'}", *FEW), tmp_path / "next")
     other = tmp_path / "other"
-    train(configure(*SMALL_LM, *QUIET, "hparams.seed=7", "hparams.max_steps=1"), other)
+    train(configure(*SMALL_LM, *QUIET, *LLAMA, "hparams.seed=7", "hparams.max_steps=1"), other)
     with pytest.raises(ConfigError, match=r"^model\.init_from: differs from the base that the adapters of the checkpo"):
         train(on(other, *LONGER), tmp_path / "run")
     train(on(moved, *LONGER), tmp_path / "run")  # the same weights at another path

@@ -315,17 +315,19 @@ def test_path_without_a_checkpoint_is_refused_and_writes_no_files(shell, go, ove
 
 
 @pytest.mark.long
-def test_init_from_a_run_a_checkpoint_or_an_export_gives_the_same_start(shell, text, finished):
-    shell.run(f"run={finished}", "out=exported", module="foundry.export")
-    sources = {"run": finished, "checkpoint": find(finished), "export": shell.cwd / "exported"}
+def test_init_from_a_run_a_checkpoint_or_an_export_gives_the_same_start(shell, text):
+    small, start = [*SMALL, "model.qk_norm=false"], shell.cwd / "start"
+    shell.run(*RUN, *small, text, MAX, f"hydra.run.dir={start}")
+    shell.run(f"run={start}", "out=exported", module="foundry.export")
+    sources = {"run": start, "checkpoint": find(start), "export": shell.cwd / "exported"}
     # A transformers folder has its own tokenizer; use it in all runs, so that all read the same batches.
     few = [*RUN[:-2], text, "hparams.max_steps=2", "data.tokenizer=exported"]
     first = {}
     for name, path in sources.items():
-        shell.run(*few, *SMALL, f"model.init_from={path}", f"hydra.run.dir={name}")
+        shell.run(*few, *small, f"model.init_from={path}", f"hydra.run.dir={name}")
         first[name] = losses(shell.cwd / name)[1]
     shell.run(*few, "model=hf", "model.path=exported", "hydra.run.dir=hf")
-    shell.run(*few, *SMALL, "hydra.run.dir=fresh")
+    shell.run(*few, *small, "hydra.run.dir=fresh")
     assert len(set(first.values())) == 1
     assert losses(shell.cwd / "hf")[1] == pytest.approx(first["run"], rel=1e-4)
     assert losses(shell.cwd / "fresh")[1] > first["run"] + 0.5

@@ -38,7 +38,8 @@ def expected_kind(error: Exception) -> str | None:
             return kind
     for pattern in _MESSAGES:
         if match := re.search(pattern, str(error)):
-            return " or ".join(dict.fromkeys(_KINDS.get(name, name) for name in match[1].lower().split(", ")))
+            # Sorted, because Python caches a union by its members: its order is that of the first one created.
+            return " or ".join(sorted({_KINDS.get(name, name) for name in match[1].lower().split(", ")}))
     return None
 
 
