@@ -206,10 +206,7 @@ def _allocate_other_state(
         raise CheckpointError(f"the checkpoint has the state of more optimizers than the {len(optimizers)} of this run")
     optimizer = optimizers[text["optimizer"]]
     device = optimizer.param_groups[0]["params"][0].device
-    state, tensors = unflatten(
-        text["state"],
-        lambda name, dtype, on_cpu: torch.zeros(saved[name], dtype=dtype, device="cpu" if on_cpu else device),
-    )
+    state, tensors = _allocate_on(device, saved, text["state"])
 
     def accept() -> None:
         for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
@@ -251,10 +248,7 @@ def _allocate_groups(
         if any(parameter is group["params"][0] for parameter in names.values())
     ]
     device = groups[0][1]["params"][0].device if groups else torch.device("cpu")
-    state, tensors = unflatten(
-        text["state"],
-        lambda name, dtype, on_cpu: torch.zeros(saved[name], dtype=dtype, device="cpu" if on_cpu else device),
-    )
+    state, tensors = _allocate_on(device, saved, text["state"])
 
     def accept() -> None:
         for optimizer, group in groups:
@@ -263,6 +257,13 @@ def _allocate_groups(
             group.update({key: deepcopy(value) for key, value in state.items() if key not in user_keys})
 
     return ParameterState(tensors, accept=accept)
+
+
+def _allocate_on(device: torch.device, saved: Mapping[str, torch.Size], node: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Return a nested state and its tensors by name, allocated on a device except for those saved from the CPU."""
+    return unflatten(
+        node, lambda name, dtype, on_cpu: torch.zeros(saved[name], dtype=dtype, device="cpu" if on_cpu else device)
+    )
 
 
 def _make_accept(optimizer: Optimizer, parameter: nn.Parameter, state: Any) -> Callable[[], None]:

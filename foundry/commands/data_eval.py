@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,10 +91,6 @@ def _open(path: Path, options: DataOptions, overrides: Sequence[str], compose: C
         ConfigError: as `measure`.
     """
     from foundry.config.sources import download_hint
-    from foundry.engine.restore import RestoredRun, restore
-    from foundry.parallel.device import choose_device
-    from foundry.parts.data import build_data
-    from foundry.parts.model import build_model
 
     if hint := "" if path.is_dir() else download_hint(options.run):
         raise ConfigError(Violation("run", f"is {options.run}, which does not exist{hint}"))
@@ -108,26 +104,47 @@ def _open(path: Path, options: DataOptions, overrides: Sequence[str], compose: C
         *overrides_by_group["data"],
         *overrides_by_group["objective"],
     ]
-    parts = dict[str, Any]()
+    parts, environment = dict[str, Any](), overrides_by_group["environment"]
     if (path / "config.json").is_file():
-        if not any(override.startswith("data=") for override in overrides):
-            message = f"is required: the transformers folder {path} names no data; add data=... and its settings"
-            raise ConfigError(Violation("data", message))
-        config, device = compose([*model_overrides, *overrides_by_group["environment"]]), choose_device(options.device)
-        restored = RestoredRun(config, build_model(config).to(device).eval(), build_data(config), path, device)
+        restored = _open_folder(path, options, [*model_overrides, *environment], compose)
     else:
-        restored = restore(path, options.which, ema=options.ema, trust=options.trust, device=options.device)
-        if overrides_by_group["data"] or overrides_by_group["objective"]:
-            restored = _with_data(
-                restored, path, options, model_overrides, compose, keeps_objective=not overrides_by_group["objective"]
-            )
-        else:
-            restored = _with_own_data(restored, path, trust=options.trust)
-        if overrides_by_group["environment"]:
-            parts["environment"] = compose([*overrides_by_group["environment"], _ANSWERED]).environment
+        restored = _open_run(path, options, model_overrides, overrides_by_group, compose)
+        if environment:
+            parts["environment"] = compose([*environment, _ANSWERED]).environment
     if overrides_by_group["evaluation"]:
         parts["evaluation"] = compose(overrides_by_group["evaluation"]).evaluation
     return replace(restored, config=replace(restored.config, **parts))
+
+
+def _open_folder(path: Path, options: DataOptions, overrides: Sequence[str], compose: Compose) -> "RestoredRun":
+    """Return the model of a transformers folder with the data that the overrides select."""
+    from foundry.engine.restore import RestoredRun
+    from foundry.parallel.device import choose_device
+    from foundry.parts.data import build_data
+    from foundry.parts.model import build_model
+
+    if not any(override.startswith("data=") for override in overrides):
+        message = f"is required: the transformers folder {path} names no data; add data=... and its settings"
+        raise ConfigError(Violation("data", message))
+    config, device = compose(list(overrides)), choose_device(options.device)
+    return RestoredRun(config, build_model(config).to(device).eval(), build_data(config), path, device)
+
+
+def _open_run(
+    path: Path,
+    options: DataOptions,
+    overrides: Sequence[str],
+    overrides_by_group: Mapping[str, Sequence[str]],
+    compose: Compose,
+) -> "RestoredRun":
+    """Return the model of a run with its own data, or with the data and objective that the overrides select."""
+    from foundry.engine.restore import restore
+
+    restored = restore(path, options.which, ema=options.ema, trust=options.trust, device=options.device)
+    keeps_objective = not overrides_by_group["objective"]
+    if keeps_objective and not overrides_by_group["data"]:
+        return _with_own_data(restored, path, trust=options.trust)
+    return _with_data(restored, path, options, overrides, compose, keeps_objective=keeps_objective)
 
 
 def _with_data(

@@ -16,7 +16,10 @@ from foundry.run_dir.redact import one_line
 from foundry.run_dir.strict_json import DamagedFileError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
+    from peft import LoraConfig
     from torch import Tensor, nn
 
     from foundry.checkpoint.export_files import Weight
@@ -79,53 +82,67 @@ def export_checkpoint(options: ExportOptions) -> Path:
     """
     out = folder_option("out", options.out)
     check_output_folder("out", out)
-    from foundry.checkpoint.export_files import write_weights
-    from foundry.commands.model_card import write_model_card
-    from foundry.config.record.frozen import load_config, save_config
+    from foundry.config.record.frozen import load_config
     from foundry.config.schemas.model import Model
     from foundry.config.schemas.peft import LoRA
-    from foundry.core.model_hooks import hook
     from foundry.engine.restore import restore, retry_if_replaced
-    from foundry.engine.run_files import write_data_files, write_vocabulary
     from foundry.models.lora import merge_adapters
 
-    run_dir, dtype = run_option("run", options.run, options.which), options.torch_dtype
+    run_dir = run_option("run", options.run, options.which)
     config = load_config(run_dir, trust=options.trust)
     if isinstance(config.model, Model) and (violations := list(config.model.check_export())):
         raise ConfigError(violations)
-    peft = config.peft
-    for name in ("merge", "base"):
-        if (value := getattr(options, name)) is not None and not isinstance(peft, LoRA):
-            raise ConfigError(Violation(name, f"is {value} but {options.run} has no adapters; leave it out"))
-    is_merged = isinstance(peft, LoRA) and (peft.merge if options.merge is None else options.merge)
-    if options.base is not None:
-        _check_base(options.base, out, is_merged=is_merged)
+    is_merged = _check_adapter_options(options, config.peft, out)
     restored = None
-    if not isinstance(peft, LoRA) and is_dataclass(config.model):  # a custom model may need real weights to be built
+    if not isinstance(config.peft, LoRA) and is_dataclass(config.model):  # a custom model may need weights to be built
         restored = retry_if_replaced(run_dir, options.which, lambda: _stream_weights(run_dir, out, options))
     if restored is None:
         restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust, device=options.device)
-        if isinstance(peft, LoRA):
-            if not is_merged:
-                _save_adapters(restored, peft, run_dir, options, dtype)
-                return restored.checkpoint
+        if isinstance(config.peft, LoRA) and not is_merged:
+            _save_adapters(restored, config.peft, run_dir, options)
+            return restored.checkpoint
+        if is_merged:
             merge_adapters(restored.model)
-        out.mkdir(parents=True, exist_ok=True)
-        write_weights(out, _weights_in_memory(restored.model, dtype or _source_dtype(restored.model)))
-    dtype = dtype or _source_dtype(restored.model)
+        _write_from_memory(restored.model, out, options.torch_dtype)
+    _write_model_files(restored, run_dir, out, options.torch_dtype)
+    return restored.checkpoint
+
+
+def _check_adapter_options(options: ExportOptions, peft: Any, out: Path) -> bool:
+    """Return whether adapters are merged; False for a run without adapters.
+
+    Raises:
+        ConfigError: `merge` or `base` is set for a run without adapters, or `base` cannot be written or is not needed.
+    """
+    from foundry.config.schemas.peft import LoRA
+
+    if not isinstance(peft, LoRA):
+        for name in ("merge", "base"):
+            if (value := getattr(options, name)) is not None:
+                raise ConfigError(Violation(name, f"is {value} but {options.run} has no adapters; leave it out"))
+        return False
+    is_merged = peft.merge if options.merge is None else options.merge
+    if options.base is not None:
+        _check_base(options.base, out, is_merged=is_merged)
+    return is_merged
+
+
+def _write_model_files(restored: "RestoredRun", run_dir: Path, out: Path, dtype: "torch.dtype | None") -> None:
+    """Write all files of an export of a whole model except its weights; dtype as for `_transformers_config`."""
+    from foundry.commands.model_card import write_model_card
+    from foundry.config.record.frozen import save_config
+    from foundry.engine.run_files import write_data_files, write_vocabulary
+
     save_config(restored.config, out)
     write_data_files(restored.data, out)
     if restored.data.kept and restored.data.tokenizer is not None:
         write_atomically(out / TOKENIZER, restored.data.tokenizer.to_str(pretty=True))
-    if (hf_config := hook(restored.model, "hf_config")) is not None:
-        model_config = hf_config()
-        if dtype is not None:
-            model_config.dtype = dtype
+    model_config = _transformers_config(restored.model, dtype)
+    if model_config is not None:
         _save_for_transformers(model_config, restored.data, run_dir, out)
     else:
         write_vocabulary(restored.data, out)
-    write_model_card(run_dir, restored, out, library="safetensors" if hf_config is None else "transformers")
-    return restored.checkpoint
+    write_model_card(run_dir, restored, out, library="safetensors" if model_config is None else "transformers")
 
 
 def _stream_weights(run_dir: Path, out: Path, options: ExportOptions) -> "RestoredRun | None":
@@ -194,23 +211,35 @@ def _stored_weights(restored: "RestoredRun", *, ema: bool, dtype: "torch.dtype |
     return {name: weight(tensor) for name, tensor in exported.items()}
 
 
-def _weights_in_memory(model: "nn.Module", dtype: "torch.dtype | None") -> "dict[str, Weight]":
-    """Return the weights to export of a model in memory."""
-    from foundry.checkpoint.export_files import Weight
+def _write_from_memory(model: "nn.Module", out: Path, dtype: "torch.dtype | None") -> None:
+    """Write the weights of a model in memory to a new folder; None keeps the dtype as described in the options."""
+    from foundry.checkpoint.export_files import Weight, write_weights
     from foundry.core.model_hooks import hook
 
-    state = dict(model.state_dict())
+    out.mkdir(parents=True, exist_ok=True)
+    dtype, state = dtype or _source_dtype(model), dict(model.state_dict())
     if (export_state := hook(model, "export_state")) is not None:
         state = export_state(state)
     dtypes = {name: dtype if dtype is not None and t.is_floating_point() else t.dtype for name, t in state.items()}
-    return {name: Weight.from_tensor(tensor, dtypes[name]) for name, tensor in state.items()}
+    write_weights(out, {name: Weight.from_tensor(tensor, dtypes[name]) for name, tensor in state.items()})
 
 
 def _source_dtype(model: "nn.Module") -> "torch.dtype | None":
     """Return the dtype of the transformers folder that the model was read from; None for other models."""
+    model_config = _transformers_config(model, None)
+    return None if model_config is None else model_config.dtype
+
+
+def _transformers_config(model: "nn.Module", dtype: "torch.dtype | None") -> Any:
+    """Return the transformers config of a model, with this dtype if it is not None; None if there is no config."""
     from foundry.core.model_hooks import hook
 
-    return None if (hf_config := hook(model, "hf_config")) is None else hf_config().dtype
+    if (hf_config := hook(model, "hf_config")) is None:
+        return None
+    model_config = hf_config()
+    if dtype is not None:
+        model_config.dtype = dtype
+    return model_config
 
 
 def _save_for_transformers(config: Any, data: "DataSplits", run_dir: Path, out: Path, **options: bool) -> None:
@@ -241,68 +270,89 @@ def _check_base(text: str, out: Path, *, is_merged: bool) -> None:
         raise ConfigError(Violation("base", f"is {text}, the same folder as out; choose another folder"))
 
 
-def _save_adapters(
-    restored: "RestoredRun", peft: "LoRA", run_dir: Path, options: ExportOptions, dtype: "torch.dtype | None"
-) -> None:
+def _save_adapters(restored: "RestoredRun", peft: "LoRA", run_dir: Path, options: ExportOptions) -> None:
     """Write adapters in PEFT's format, with the layer names of the exported base, the tokenizer, and if set `base`.
 
     Raises:
         ConfigError: `base` is set, but transformers does not support the model.
     """
-    from peft import LoraConfig
     from safetensors.torch import save_file
 
     from foundry.commands.model_card import write_model_card
     from foundry.config.record.frozen import save_config
-    from foundry.core.model_hooks import hook
     from foundry.engine.run_files import write_vocabulary
     from foundry.models.lora import adapted_layers
 
-    model, state, targets = restored.model, dict[str, Any](), list[str]()
-    export_state = hook(model, "export_state") or (lambda named: named)
-    hf_config = hook(model, "hf_config")
-    layers = adapted_layers(model)
-    for own_name, layer in layers.items():
-        (name,) = export_state({f"{own_name}.weight": layer.base_layer.weight})
-        targets.append(name.removesuffix(".weight"))
-        for part in ("lora_A", "lora_B"):
-            weight = getattr(layer, part).default.weight
-            state[f"base_model.model.{targets[-1]}.{part}.weight"] = weight.detach().contiguous().to("cpu", dtype)
-    if options.base is not None and hf_config is None:
+    model, dtype = restored.model, options.torch_dtype
+    model_config = _transformers_config(model, dtype)
+    if options.base is not None and model_config is None:
         message = f"is {options.base} but transformers does not support {type(model).__name__}; set merge=true instead"
         raise ConfigError(Violation("base", message))
+    layers = _by_exported_name(model, adapted_layers(model))
     out, base = folder_option("out", options.out), _base_folder(restored, options)
     out.mkdir(parents=True, exist_ok=True)
-    save_file(state, out / "adapter_model.safetensors", metadata={"format": "pt"})
-    LoraConfig(
-        base_model_name_or_path=None if base is None else str(base),
-        task_type=None if hf_config is None else "CAUSAL_LM",
-        r=peft.adapter_dim,
-        lora_alpha=int(peft.alpha) if peft.alpha.is_integer() else peft.alpha,  # type: ignore[arg-type]
-        lora_dropout=peft.adapter_dropout or 0.0,
-        use_rslora=peft.rslora,
-        target_modules=targets,
-        fan_in_fan_out=any(layer.fan_in_fan_out for layer in layers.values()),
-        inference_mode=True,
-    ).save_pretrained(str(out))
+    save_file(_adapter_weights(layers, dtype), out / "adapter_model.safetensors", metadata={"format": "pt"})
+    _peft_config(peft, layers, base, is_causal_lm=model_config is not None).save_pretrained(str(out))
     save_config(restored.config, out)
-    if hf_config is not None:
-        _save_for_transformers(hf_config(), restored.data, run_dir, out, with_model=False)
+    if model_config is not None:
+        _save_for_transformers(model_config, restored.data, run_dir, out, with_model=False)
     else:
         write_vocabulary(restored.data, out)
     write_model_card(run_dir, restored, out, library="peft", base=base)
     if options.base is not None:
         _save_base(restored, run_dir, folder_option("base", options.base), dtype)
-    elif base is None and hf_config is not None:
-        source = (
-            "was initialized at random"
-            if restored.base_path is None
-            else f"is the run {one_line(str(restored.base_path))}"
-        )
-        sys.stderr.write(
-            f"base: adapter_config.json names no model, because the base of these adapters {source}; add base=DIR "
-            "to write it as a transformers folder, or merge=true to merge the adapters into it\n"
-        )
+    elif base is None and model_config is not None:
+        _report_unnamed_base(restored.base_path)
+
+
+def _by_exported_name(model: "nn.Module", layers: "Mapping[str, Any]") -> dict[str, Any]:
+    """Return adapted layers by their names in an export of the base."""
+    from foundry.core.model_hooks import hook
+
+    export_state = hook(model, "export_state") or (lambda named: named)
+    exported = dict[str, Any]()
+    for own_name, layer in layers.items():
+        (name,) = export_state({f"{own_name}.weight": layer.base_layer.weight})
+        exported[name.removesuffix(".weight")] = layer
+    return exported
+
+
+def _adapter_weights(layers: "Mapping[str, Any]", dtype: "torch.dtype | None") -> "dict[str, Tensor]":
+    """Return the weights of adapters on the CPU by their names in PEFT's format."""
+    return {
+        f"base_model.model.{name}.{part}.weight": getattr(layer, part)
+        .default.weight.detach()
+        .contiguous()
+        .to("cpu", dtype)
+        for name, layer in layers.items()
+        for part in ("lora_A", "lora_B")
+    }
+
+
+def _peft_config(peft: "LoRA", layers: "Mapping[str, Any]", base: Path | None, *, is_causal_lm: bool) -> "LoraConfig":
+    """Return PEFT's config of adapters of these layers; base is the transformers folder of the base model."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        base_model_name_or_path=None if base is None else str(base),
+        task_type="CAUSAL_LM" if is_causal_lm else None,
+        r=peft.adapter_dim,
+        lora_alpha=int(peft.alpha) if peft.alpha.is_integer() else peft.alpha,  # type: ignore[arg-type]
+        lora_dropout=peft.adapter_dropout or 0.0,
+        use_rslora=peft.rslora,
+        target_modules=list(layers),
+        fan_in_fan_out=any(layer.fan_in_fan_out for layer in layers.values()),
+        inference_mode=True,
+    )
+
+
+def _report_unnamed_base(path: Path | None) -> None:
+    """Print why adapter_config.json names no base; path is that of the run with the base, None for random weights."""
+    source = "was initialized at random" if path is None else f"is the run {one_line(str(path))}"
+    sys.stderr.write(
+        f"base: adapter_config.json names no model, because the base of these adapters {source}; add base=DIR "
+        "to write it as a transformers folder, or merge=true to merge the adapters into it\n"
+    )
 
 
 def _base_folder(restored: "RestoredRun", options: ExportOptions) -> Path | None:
@@ -315,20 +365,11 @@ def _base_folder(restored: "RestoredRun", options: ExportOptions) -> Path | None
 
 def _save_base(restored: "RestoredRun", run_dir: Path, folder: Path, dtype: "torch.dtype | None") -> None:
     """Write the base model of adapters for transformers; the adapters are removed from the model."""
-    from foundry.checkpoint.export_files import write_weights
-    from foundry.core.model_hooks import hook
     from foundry.models.lora import remove_adapters
 
     remove_adapters(restored.model)
-    folder.mkdir(parents=True, exist_ok=True)
-    dtype = dtype or _source_dtype(restored.model)
-    write_weights(folder, _weights_in_memory(restored.model, dtype))
-    hf_config = hook(restored.model, "hf_config")
-    assert hf_config is not None
-    model_config = hf_config()
-    if dtype is not None:
-        model_config.dtype = dtype
-    _save_for_transformers(model_config, restored.data, run_dir, folder)
+    _write_from_memory(restored.model, folder, dtype)
+    _save_for_transformers(_transformers_config(restored.model, dtype), restored.data, run_dir, folder)
 
 
 def main() -> None:

@@ -3,10 +3,10 @@
 import inspect
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from foundry.config.command import (
     Outcome,
@@ -25,6 +25,9 @@ from foundry.config.setting import setting
 from foundry.core.errors import ConfigError, Violation
 from foundry.run_dir.checkpoints import parse_step
 from foundry.run_dir.names import PLOTS
+
+if TYPE_CHECKING:
+    from foundry.data.splits import DataSplits
 
 _SUFFIXES = (".txt", ".png")
 """Suffixes of sample files: text and images."""
@@ -69,38 +72,19 @@ def draw(options: SampleOptions) -> Outcome:
     import torch
 
     from foundry.engine.restore import build_part, explained, restore
-    from foundry.generation.text_samples import TextSamples, continue_text
+    from foundry.generation.text_samples import TextSamples
     from foundry.parallel.precision import fp32_arithmetic
     from foundry.parallel.process_group import World
 
     require_out(options.run, options.out)
     run_dir = run_option("run", options.run, options.which)
-    out = folder_option("out", options.out) if options.out else None
-    if out is None:
-        check_writable("run", run_dir / PLOTS)
-    else:
-        for suffix in _SUFFIXES:
-            check_output("out", Path(f"{out}{suffix}"))
+    out = _check_output_files(options, run_dir)
     dtype = None if options.dtype is None else getattr(torch, options.dtype.value)
     restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust, dtype=dtype, device=options.device)
     optional = {"world": World.single(restored.device), "tokenizer": restored.data.tokenizer}
     objective = build_part(restored.config, "objective", optional=optional)
-    names = [item.name for schema in _SAMPLING for item in fields(schema)]
-    options_set = {name: value for name in names if (value := getattr(options, name)) is not None}
-    if options.image is not None:
-        options_set["image"] = _read_image(options.image, getattr(restored.model, "image_size", None))
-    kind = type(objective).__name__
-    generate: Callable[..., Any] | None = objective.generate
-    if generate is None and restored.data.tokenizer is not None and not restored.data.kept:
-        generate = continue_text
-    if generate is None:
-        raise ConfigError(Violation("run", f"is {options.run}, whose objective {kind} generates no samples"))
-    parameters = inspect.signature(generate).parameters.values()
-    accepted = {parameter.name for parameter in parameters}
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):  # passed on to continue_text
-        accepted |= set(inspect.signature(continue_text).parameters)
-    if unknown := [name for name in options_set if name not in accepted]:
-        raise ConfigError([Violation(name, f"is not an option of objective {kind}") for name in unknown])
+    sampling_options = _sampling_options(options, getattr(restored.model, "image_size", None))
+    generate = _find_generator(objective, restored.data, options.run, sampling_options)
     if not all(bool(tensor.isfinite().all()) for tensor in restored.model.state_dict().values()):
         message = f"is {options.which}, whose weights are NaN or infinite; choose an earlier step"
         raise ConfigError(Violation("which", message))
@@ -108,7 +92,7 @@ def draw(options: SampleOptions) -> Outcome:
         fp32_arithmetic(tf32=restored.config.precision.tf32),
         explained(f"{run_dir} cannot generate samples", restored.config, "model", "data", "objective"),
     ):
-        samples = generate(restored.model, restored.data, restored.device, seed=options.seed, **options_set)
+        samples = generate(restored.model, restored.data, restored.device, seed=options.seed, **sampling_options)
     if isinstance(samples, TextSamples):
         samples = replace(samples, step=parse_step(restored.checkpoint))
     stem = run_dir / PLOTS / f"drawn_{restored.checkpoint.name}" if out is None else out  # samples_* are from training
@@ -118,6 +102,54 @@ def draw(options: SampleOptions) -> Outcome:
         sys.stdout.write(f"{samples.text}\n")
     print_path(file)
     return Outcome({"file": str(file), "texts": list(samples.texts) if isinstance(samples, TextSamples) else None})
+
+
+def _check_output_files(options: SampleOptions, run_dir: Path) -> Path | None:
+    """Return the output file without its suffix; None for a file in the run directory.
+
+    Raises:
+        ConfigError: the file exists, or the run directory cannot be written.
+    """
+    if not options.out:
+        check_writable("run", run_dir / PLOTS)
+        return None
+    out = folder_option("out", options.out)
+    for suffix in _SUFFIXES:
+        check_output("out", Path(f"{out}{suffix}"))
+    return out
+
+
+def _sampling_options(options: SampleOptions, image_size: int | None) -> dict[str, Any]:
+    """Return the sampling options that are set; `image_size` as for `_read_image`.
+
+    Raises:
+        ConfigError: the image cannot be read, or the model takes none.
+    """
+    names = [item.name for schema in _SAMPLING for item in fields(schema)]
+    values = {name: value for name in names if (value := getattr(options, name)) is not None}
+    return values if options.image is None else values | {"image": _read_image(options.image, image_size)}
+
+
+def _find_generator(objective: Any, data: "DataSplits", run: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the function that generates samples: that of the objective, or `continue_text` for a run on text.
+
+    Raises:
+        ConfigError: the objective generates no samples, or does not have one of the options.
+    """
+    from foundry.generation.text_samples import continue_text
+
+    kind, generate = type(objective).__name__, objective.generate
+    if generate is None and data.tokenizer is not None and not data.kept:
+        generate = continue_text
+    if generate is None:
+        raise ConfigError(Violation("run", f"is {run}, whose objective {kind} generates no samples"))
+    parameters = inspect.signature(generate).parameters.values()
+    accepted = {parameter.name for parameter in parameters}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):  # passed on to continue_text
+        accepted |= set(inspect.signature(continue_text).parameters)
+    if unknown := [name for name in options if name not in accepted]:
+        raise ConfigError([Violation(name, f"is not an option of objective {kind}") for name in unknown])
+    return cast(Callable[..., Any], generate)
 
 
 def _save_checked(samples: Any, stem: Path) -> Path:

@@ -90,29 +90,13 @@ def build_trainer(run: RunContext, mirror: Mirror | None = None) -> tuple[Traine
 
 
 def _build_trainer(run: RunContext, trained: Trained, mirror: Mirror | None) -> Trainer:
-    config = run.config
-    world = run.world
-    data = run.data
-    budget = trained.budget
+    config, world, data, budget = run.config, run.world, run.data, trained.budget
     progress = Progress(
         samples_per_epoch=samples_per_epoch(config.objective, data), tokens_per_sample=data.tokens_per_sample
     )
     watchdog = build_watchdog(run)
     run = replace(run, heartbeat=watchdog.now)
-
-    step = TrainStep(
-        model=trained.parallel.model,
-        objective=trained.objective,
-        optimizers=trained.optimizers,
-        sync=trained.parallel.sync,
-        precision=run.precision,
-        world=world,
-        max_grad_norm=config.hparams.grad_clip_norm,
-        guard=config.guard,
-        norms=_build_norms(run, trained),
-    )
-    setting = config.hparams.check_first_step
-    is_checked = world.device.type == "cuda" if setting == "auto" else setting is True
+    step = _build_step(run, trained)
     return Trainer(
         step=step,
         source=_build_source(run, trained),
@@ -142,11 +126,32 @@ def _build_trainer(run: RunContext, trained: Trained, mirror: Mirror | None) -> 
         max_rollbacks=config.guard.max_skips,
         profiler=_build_profiler(run),
         recompilations=Recompilations(is_compiled=config.hparams.torchcompile),
-        check_first_step=FirstStepCheck(run, trained, step) if is_checked else None,
+        check_first_step=_build_first_step_check(run, trained, step),
         save_final=config.checkpoint.save_final,
         pause=_find_pause(run, budget),
         explain_out_of_memory=partial(_explain_out_of_memory, run, trained),
     )
+
+
+def _build_step(run: RunContext, trained: Trained) -> TrainStep:
+    return TrainStep(
+        model=trained.parallel.model,
+        objective=trained.objective,
+        optimizers=trained.optimizers,
+        sync=trained.parallel.sync,
+        precision=run.precision,
+        world=run.world,
+        max_grad_norm=run.config.hparams.grad_clip_norm,
+        guard=run.config.guard,
+        norms=_build_norms(run, trained),
+    )
+
+
+def _build_first_step_check(run: RunContext, trained: Trained, step: TrainStep) -> FirstStepCheck | None:
+    """Return the check of the largest shape; None if it is off, by default on CPUs."""
+    setting = run.config.hparams.check_first_step
+    is_checked = run.world.device.type == "cuda" if setting == "auto" else setting is True
+    return FirstStepCheck(run, trained, step) if is_checked else None
 
 
 def _build_norms(run: RunContext, trained: Trained) -> BlockNorms | None:

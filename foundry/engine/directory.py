@@ -107,19 +107,27 @@ def _find_disks(world: World, run_dir: Path, checkpoint: Checkpoint, stack: Exit
     if set(leaders) == {0}:  # the file of rank 0 has appeared meanwhile
         return world
     disks = Disks(tuple(leader for leader in leaders if leader is not None))
-
     world = replace(world, disks=replace(disks, group=side_group(world, disks.of_leaders)))
+    _lock_disks(world, disks, run_dir, stack)
+    return world
+
+
+def _lock_disks(world: World, disks: Disks, run_dir: Path, stack: ExitStack) -> None:
+    """Lock the run directory on the disks of all leaders, and log which ranks share a disk.
+
+    Raises:
+        ConfigError: on every rank, if another process trains in one of the directories.
+    """
 
     def lock_own() -> None:
         if world.leads_disk and not world.is_main and not lock(run_dir, stack):
             raise _in_use(f"{run_dir} on the disk of rank {world.rank}")
 
-    on_all_ranks(lock_own, world, explain)
+    on_all_ranks(lock_own, world, partial(_explain, run_dir))
     if world.is_main:
         ranks = "; ".join(_ranges(disks.peers(leader)) for leader in disks.of_leaders)
         message = "the nodes have local disks at %s (ranks %s); each rank's shards are on the disk of its node"
         log.log(NOTICE, message, run_dir, ranks)
-    return world
 
 
 def _explain(run_dir: Path, error: OSError) -> Violation:

@@ -185,14 +185,7 @@ def _open(
     found, own = _read_identity(store), inventories[0]
     is_empty = is_new or found is None
     run = (own.run or uuid.uuid4().hex) if is_empty or found is None else str(found["run"])
-    for leader, other in inventories.items():
-        is_unrecorded = other.run is None and (not other.has_checkpoints or (is_empty and leader == 0))
-        if other.run != run and not is_unrecorded:
-            if is_empty:
-                message = f"is {run_dir}, which contains another run on the disk of rank {leader}"
-                raise ConfigError(Violation("hydra.run.dir", f"{message}; remove it there, or choose another folder"))
-            place = f"{run_dir} on the disk of rank {leader}" if len(inventories) > 1 else str(run_dir)
-            raise _refusal(store, f"is {store.url}, which holds another run than {place}; choose another URL")
+    _check_same_run(run, store, run_dir, inventories, is_empty=is_empty)
     if is_empty or found is None:
         identity = {"run": run, "config_hash": config_hash, "created": now()}
         return _Opened(state=MirrorState(run=run), identity={IDENTITY: json.dumps(identity).encode()})
@@ -210,6 +203,23 @@ def _open(
     if is_behind and config.checkpoint.resume == "never":
         raise ConfigError(Violation("checkpoint.resume", f"is never but {store.url} has a run; choose another URL"))
     return _Opened(state=state, is_behind=is_behind, lacks_files=lacks_files)
+
+
+def _check_same_run(run: str, store: Store, run_dir: Path, inventories: Inventories, *, is_empty: bool) -> None:
+    """Check that no disk has another run than the store or, if the store is empty, than the disk of rank 0.
+
+    Raises:
+        ConfigError: a disk has another run.
+    """
+    for leader, other in inventories.items():
+        is_unrecorded = other.run is None and (not other.has_checkpoints or (is_empty and leader == 0))
+        if other.run == run or is_unrecorded:
+            continue
+        if is_empty:
+            message = f"is {run_dir}, which contains another run on the disk of rank {leader}"
+            raise ConfigError(Violation("hydra.run.dir", f"{message}; remove it there, or choose another folder"))
+        place = f"{run_dir} on the disk of rank {leader}" if len(inventories) > 1 else str(run_dir)
+        raise _refusal(store, f"is {store.url}, which holds another run than {place}; choose another URL")
 
 
 def _record(run_dir: Path, run: str, store: Store, *, is_complete: bool) -> None:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from foundry.checkpoint.folder import CheckpointError
-from foundry.checkpoint.resume_point import check_base
+from foundry.checkpoint.resume_point import ResumePoint, check_base
 from foundry.checkpoint.tensors import compute_digest, restore_into
 from foundry.config.build import field_of, weights_of_parts
 from foundry.config.schemas.hparams import CheckpointingPolicy
@@ -70,51 +70,27 @@ class Trained:
 
 def build_trained(run: RunContext) -> Trained:
     """Build the model with its optimizers and averages, at their initial or restored values."""
-    config, world, precision, resume_point = run.config, run.world, run.precision, run.resume_point
+    config, world = run.config, run.world
     hparams, budget = config.hparams, build_budget(config, run.data, world.dp_size)
-    is_adapted = isinstance(config.peft, LoRA)
     if hparams.torchcompile:
         require_compiler(world.device)
     if world.world_size > 1:
         from foundry.planning.fits import check_fits  # a single process needs no check, since it shards no gradients
 
         check_fits(config, run.data, world)
-    initial = (
-        _build_without_weights(config) if resume_point is not None and not is_adapted else _build_initial(run, None)
-    )
-    if is_adapted:  # adapters need the base weights, whose digest is computed
-        initial = InitialModel(initial.materialize())
+    initial = _build_trainable(run)
     model = initial.model
-    if (training_warning := hook(model, "training_warning")) is not None and (line := training_warning()) is not None:
-        log.warning(line)
     base = adapt(model, run, resolve_weights(config.model))
-    if resume_point is not None and base is not None:
-        check_base(resume_point, base.facts(), config.checkpoint.on_changed_config)
+    if run.resume_point is not None and base is not None:
+        check_base(run.resume_point, base.facts(), config.checkpoint.on_changed_config)
     pack_tokens = resolve_packing(config.data, model)
-    parallel = parallelize(
-        precision.prepare(model, frozen_matrices(model) if config.peft.narrows_base else ()),
-        precision,
-        world,
-        grad_checkpointing=hparams.grad_checkpointing,
-        torchcompile=hparams.torchcompile,
-        selective_checkpointing=hparams.grad_checkpointing_policy is CheckpointingPolicy.selective,
-        fill=initial.fill,
-    )
+    parallel = _wrap(initial, run)
     optimizers = build_optimizers(config, parallel.model)
     ema = None if hparams.ema_decay is None else WeightAverage(parallel.inner, hparams.ema_decay)
     objective = build_objective(config.objective, config.peft, world, run.data.tokenizer)
     check_forward(objective, model)
     frozen, can_pack = _build_frozen(run, objective)
-    schedule = build_schedule(config, budget)
-    if resume_point is not None:
-        try:
-            folder, is_adapted = resume_point.folder, base is not None
-            restore_into(folder, parallel.model, ema, optimizers, trained_only=is_adapted, world=world)
-        except CheckpointError as error:
-            raise ConfigError(Violation("checkpoint.resume", str(error))) from error
-        with resume_point.reading():
-            schedule = reconcile(schedule, resume_point.state["schedule"], config.checkpoint.scheduler_on_resume)
-    return Trained(
+    trained = Trained(
         unwrapped=model,
         base=base,
         parallel=parallel,
@@ -122,10 +98,61 @@ def build_trained(run: RunContext) -> Trained:
         ema=ema,
         objective=objective,
         frozen=frozen,
-        schedule=schedule,
+        schedule=build_schedule(config, budget),
         budget=budget,
         pack_tokens=pack_tokens if can_pack else None,
     )
+    return trained if run.resume_point is None else _restore(trained, run.resume_point, run)
+
+
+def _build_trainable(run: RunContext) -> InitialModel:
+    """Return the model to train with its initial weights, or without them if a checkpoint has all weights."""
+    if isinstance(run.config.peft, LoRA):  # adapters need the base weights, whose digest is computed
+        initial = InitialModel(_build_initial(run, None).materialize())
+    elif run.resume_point is None:
+        initial = _build_initial(run, None)
+    else:
+        initial = _build_without_weights(run.config)
+    training_warning = hook(initial.model, "training_warning")
+    if training_warning is not None and (line := training_warning()) is not None:
+        log.warning(line)
+    return initial
+
+
+def _wrap(initial: InitialModel, run: RunContext) -> Parallel:
+    """Return the model in the types of the run's precision, wrapped for all ranks."""
+    model, hparams = initial.model, run.config.hparams
+    return parallelize(
+        run.precision.prepare(model, frozen_matrices(model) if run.config.peft.narrows_base else ()),
+        run.precision,
+        run.world,
+        grad_checkpointing=hparams.grad_checkpointing,
+        torchcompile=hparams.torchcompile,
+        selective_checkpointing=hparams.grad_checkpointing_policy is CheckpointingPolicy.selective,
+        fill=initial.fill,
+    )
+
+
+def _restore(trained: Trained, resume_point: ResumePoint, run: RunContext) -> Trained:
+    """Restore weights, averages and optimizers from a checkpoint, and continue its schedule.
+
+    Raises:
+        ConfigError: the checkpoint does not match the parts.
+    """
+    try:
+        restore_into(
+            resume_point.folder,
+            trained.parallel.model,
+            trained.ema,
+            trained.optimizers,
+            trained_only=trained.base is not None,
+            world=run.world,
+        )
+    except CheckpointError as error:
+        raise ConfigError(Violation("checkpoint.resume", str(error))) from error
+    setting = run.config.checkpoint.scheduler_on_resume
+    with resume_point.reading():
+        return replace(trained, schedule=reconcile(trained.schedule, resume_point.state["schedule"], setting))
 
 
 def _build_without_weights(config: Config) -> InitialModel:

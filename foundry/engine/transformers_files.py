@@ -45,22 +45,11 @@ def save_for_transformers(config: Any, data: DataSplits, source: Path, out: Path
     settings = read_optional(source / _CONFIG)
     special_tokens = read_optional(source / "special_tokens_map.json") | settings
     generation = {name: value for name, value in read_optional(source / STOP_TOKENS).items() if value is not None}
-    tokens = dict[str, str]()
-    if ends := list(dict.fromkeys(_valid_ids(tokenizer, *data.stop_ids, generation.get("eos_token_id")))):
-        pad = _id(tokenizer, special_tokens.get("pad_token"))
-        pads = _valid_ids(tokenizer, pad, generation.get("pad_token_id"), _config_value(config, "pad_token_id"))
-        firsts = _valid_ids(
-            tokenizer, generation.get("bos_token_id"), data.bos_id, _config_value(config, "bos_token_id")
-        )
-        # null in the config of a base means that its model uses no BOS token, or no padding token.
-        is_base = (source / "config.json").is_file()
-        bos_and_pad = {
-            name: next(iter(ids), None if is_base and _config_value(config, f"{name}_token_id") is None else ends[0])
-            for name, ids in (("bos", firsts), ("pad", pads))
-        }
-        special = {"eos": ends[0]} | {name: id for name, id in bos_and_pad.items() if id is not None}
-        tokens = {f"{name}_token": tokenizer.id_to_token(id) for name, id in special.items()}
-        ids = {f"{name}_token_id": id for name, id in special.items()} | ({"eos_token_id": ends} if ends[1:] else {})
+    special_ids, stop_ids = _special_ids(config, data, source, special_tokens, generation)
+    if special_ids:
+        ids: dict[str, Any] = {f"{name}_token_id": id for name, id in special_ids.items()}
+        if len(stop_ids) > 1:
+            ids["eos_token_id"] = stop_ids
         for name, value in ids.items():
             setattr(config, name, value)
         if with_model:
@@ -68,26 +57,54 @@ def save_for_transformers(config: Any, data: DataSplits, source: Path, out: Path
     if with_model:
         config.save_pretrained(out)
     write_atomically(out / TOKENIZER, tokenizer.to_str(pretty=True))
+    tokens = {f"{name}_token": tokenizer.id_to_token(id) for name, id in special_ids.items()}
     if settings:
         _copy_files(source, out)
-        # No BOS token is added: the original settings decide whether a text starts with one. Paths and custom code,
-        # which foundry never runs, are removed.
+        # No BOS token is added: the original settings decide whether a text starts with one.
         missing = {
             name: token for name, token in tokens.items() if name != "bos_token" and special_tokens.get(name) is None
         }
-        run_settings = () if data.chat_template is None else ("chat_template",)
-        removed_names = {name for name in settings if name.endswith("_file")} | {
-            "auto_map",
-            "name_or_path",
-            *run_settings,
-        }
-        settings = {name: value for name, value in settings.items() if name not in removed_names} | missing
+        settings = _kept_settings(settings, keeps_template=data.chat_template is None) | missing
     else:
         settings = _own_settings(config) | tokens
     _write_json(out / _CONFIG, settings)
     if data.chat_template is not None:
         write_atomically(out / CHAT_TEMPLATE, data.chat_template)
     _check_tokens(tokenizer, out)
+
+
+def _special_ids(
+    config: Any, data: DataSplits, source: Path, special_tokens: dict[str, Any], generation: dict[str, Any]
+) -> tuple[dict[str, int], list[int]]:
+    """Return the ids of the EOS, BOS and padding tokens by name, as `eos`, and all stop tokens; empty without any.
+
+    Args:
+        config: transformers config of the model.
+        data: data of the run.
+        source: folder with the run's copies of the original files.
+        special_tokens: special tokens of the original tokenizer, such as `pad_token`.
+        generation: the original generation config.
+    """
+    tokenizer = data.tokenizer
+    ends = list(dict.fromkeys(_valid_ids(tokenizer, *data.stop_ids, generation.get("eos_token_id"))))
+    if not ends:
+        return {}, []
+    pad = _id(tokenizer, special_tokens.get("pad_token"))
+    pads = _valid_ids(tokenizer, pad, generation.get("pad_token_id"), _config_value(config, "pad_token_id"))
+    firsts = _valid_ids(tokenizer, generation.get("bos_token_id"), data.bos_id, _config_value(config, "bos_token_id"))
+    # null in the config of a base means that its model uses no BOS token, or no padding token.
+    is_base = (source / "config.json").is_file()
+    bos_and_pad = {
+        name: next(iter(ids), None if is_base and _config_value(config, f"{name}_token_id") is None else ends[0])
+        for name, ids in (("bos", firsts), ("pad", pads))
+    }
+    return {"eos": ends[0]} | {name: id for name, id in bos_and_pad.items() if id is not None}, ends
+
+
+def _kept_settings(settings: dict[str, Any], *, keeps_template: bool) -> dict[str, Any]:
+    """Return the original tokenizer config without paths and custom code, which foundry never runs."""
+    removed = {"auto_map", "name_or_path"} if keeps_template else {"auto_map", "name_or_path", "chat_template"}
+    return {name: value for name, value in settings.items() if name not in removed and not name.endswith("_file")}
 
 
 def _copy_files(source: Path, out: Path) -> None:

@@ -20,6 +20,7 @@ from foundry.generation.decoding import Continuation, Decoding, generate
 from foundry.generation.scoring import REWARD, Answer, Judge
 from foundry.generation.text_samples import context_of
 from foundry.parallel.gathering import gather
+from foundry.parallel.process_group import World
 from foundry.parallel.whole_weights import gathered
 
 if TYPE_CHECKING:
@@ -100,6 +101,16 @@ class ExactMatch:
                     for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True), start):
                         if prompt.answer is not None:
                             pairs.append((index, text.strip(), prompt.answer.strip()))
+        means = self._average(rows, world)
+        if self._torchmetrics is None:
+            return means
+        all_pairs = sorted(pair for part in gather(pairs, world) for pair in part)
+        return means | self._torchmetrics.measure_texts(
+            [text for _, text, _ in all_pairs], [text for *_, text in all_pairs]
+        )
+
+    def _average(self, rows: Sequence[dict[str, float]], world: World) -> dict[str, float]:
+        """Return the mean of each metric over the answers of all ranks that have it; `rows` are of this rank."""
         names = self._metric_names
         if names is None:  # other ranks may have metrics that this rank lacks, from scores of a custom environment
             names = tuple(sorted({REWARD, *(name for part in gather(_names(rows), world) for name in part)}))
@@ -113,12 +124,7 @@ class ExactMatch:
         if self._judge is not None and REWARD not in means:
             log.warning("environment %s gave no reward for any held-out answer", self._judge.name)
             means[REWARD] = math.nan
-        if self._torchmetrics is None:
-            return means
-        all_pairs = sorted(pair for part in gather(pairs, world) for pair in part)
-        return means | self._torchmetrics.measure_texts(
-            [text for _, text, _ in all_pairs], [text for *_, text in all_pairs]
-        )
+        return means
 
     def _measure(
         self,

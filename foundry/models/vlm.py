@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from foundry.config.configured import configured_by
 from foundry.config.schemas.model import PrefixVLM as PrefixVLMSettings
 from foundry.models.compute_dtype import to_compute_dtype
+from foundry.models.decoder.attention import AttentionContext
 from foundry.models.decoder.block import TransformerBlock
 from foundry.models.decoder.rotary import rotary_table
 from foundry.models.dropout import KeyedDropout
@@ -108,7 +109,8 @@ class PrefixBlock(TransformerBlock):
         value = value.clone()  # FSDP2 warns about block outputs that are views
         if keys_only:
             return x.clone(), key, value
-        return self.add(x, self.self_attn.attend(query, key, value, mask, draws), draws), key, value
+        attended = self.self_attn.attend(query, key, value, AttentionContext(mask=mask, draws=draws))
+        return self.add(x, attended, draws), key, value
 
 
 class PrefixVLM(Transformer):

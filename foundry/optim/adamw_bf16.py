@@ -23,15 +23,15 @@ class Bf16AdamW(AdamW):
     """
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def update(self, closure: Any = None) -> Any:
         """Update all parameters that have gradients."""
         assert closure is None, "the loss is evaluated once a step"
         for group in self.param_groups:
             for chunk in _chunks([parameter for parameter in group["params"] if parameter.grad is not None]):
-                self._update(chunk, group)
+                self._update_chunk(chunk, group)
         return None
 
-    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def _update_chunk(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         weights = [local_part(parameter) for parameter in parameters]
         states = [self._state(parameter, is_fused=bool(group["fused"])) for parameter in parameters]
         state_tensors = [local_part(state[key]) for key in ("exp_avg", "exp_avg_sq") for state in states]

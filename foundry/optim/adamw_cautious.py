@@ -1,6 +1,5 @@
 """AdamW with cautious weight decay."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ class CautiousAdamW(AdamW):
     """
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def update(self, closure: Any = None) -> Any:
         """Update all parameters that have gradients."""
         assert closure is None, "the loss is evaluated once a step"
         weight_decays = [group["weight_decay"] for group in self.param_groups]
@@ -32,7 +31,7 @@ class CautiousAdamW(AdamW):
                 if group["weight_decay"] != 0:
                     self._decay(group)
                 group["weight_decay"] = 0.0
-            inspect.unwrap(super(CautiousAdamW, type(self)).step)(self)  # without torch's hooks, which run around this
+            super().update()
         finally:
             for group, weight_decay in zip(self.param_groups, weight_decays, strict=True):
                 group["weight_decay"] = weight_decay

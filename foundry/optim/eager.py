@@ -30,9 +30,16 @@ def _eager_step(kind: type[optim.Optimizer]) -> Any:
 
 
 class AdamW(EagerOptimizer, optim.AdamW):
-    """`torch.optim.AdamW`, bit for bit."""
+    """`torch.optim.AdamW`, bit for bit.
 
-    step = _eager_step(optim.AdamW)
+    Subclasses override `update`, since torch adds its hooks to the `step` of each class that has an instance.
+    """
+
+    update = _eager_step(optim.AdamW)
+
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters that have gradients; return the loss of `closure`, if there is one."""
+        return self.update(closure)
 
 
 class Adam(EagerOptimizer, optim.Adam):

@@ -15,7 +15,6 @@ def step_collectives(
     num_microbatches: int,
     num_owner_batches: int = 0,
     normalizes_rows: bool = False,
-    num_loss_tiles: int = 1,
     has_replicated: bool = True,
 ) -> Counter[str]:
     """Return the number of collectives between devices in one optimizer step, by kind, except for bucketed DDP.
@@ -34,7 +33,6 @@ def step_collectives(
         num_microbatches: forward passes of the step.
         num_owner_batches: batches of matrices that an optimizer gathers; 0 for optimizers that need no whole matrices.
         normalizes_rows: whether the optimizer also gathers a value for each row of these matrices.
-        num_loss_tiles: tiles of a microbatch's loss, with tensor parallelism.
         has_replicated: whether FSDP2 leaves parameters replicated, as it does with norms and biases in blocks with amp.
     """
     if isinstance(distributed, Single):
@@ -48,7 +46,7 @@ def step_collectives(
     counts["all_reduce"] += 1 + (has_replicated and not is_one_unit)
     counts += _unit_collectives(distributed, 0 if is_one_unit else num_blocks, num_microbatches)
     if distributed.tensor_parallel > 1:
-        counts["all_reduce"] += _tensor_parallel_all_reduces(num_blocks, num_microbatches, num_loss_tiles)
+        counts["all_reduce"] += _tensor_parallel_all_reduces(num_blocks, num_microbatches)
     return +counts
 
 
@@ -70,11 +68,11 @@ def _unit_collectives(distributed: FSDP | DDP, num_blocks: int, num_microbatches
     return counts
 
 
-def _tensor_parallel_all_reduces(num_blocks: int, num_microbatches: int, num_loss_tiles: int) -> int:
+def _tensor_parallel_all_reduces(num_blocks: int, num_microbatches: int) -> int:
     """Count all-reduces of activations after attention and feed-forward layers, and of the layers' input gradients.
 
-    Each microbatch adds one for the embedded tokens, one for the gradient of the last hidden states, and for each tile
-    of the loss the maximum and the sums over the vocabulary. Each step adds two for the norm: gradients sharded by
-    tensor parallelism are summed over a second mesh dimension.
+    Each microbatch adds one for the embedded tokens, one for the gradient of the last hidden states, and two for the
+    maximum and the sums over the vocabulary, with a loss of a single tile. Each step adds two for the norm: gradients
+    sharded by tensor parallelism are summed over a second mesh dimension.
     """
-    return num_microbatches * (4 * num_blocks + 2 + 2 * num_loss_tiles) + 2
+    return num_microbatches * (4 * num_blocks + 4) + 2

@@ -5,9 +5,8 @@ divided matrices. Weights, gradients, optimizer state, averaged weights and buff
 the design of FSDP2, without the buffers of its collectives. Activations are an estimate.
 """
 
-import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foundry.config.lengths import resolve_batch_sizes
 from foundry.config.schemas.distributed import FSDP, resolve_distributed
@@ -25,19 +23,16 @@ from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
 from foundry.core.errors import format_reason
 from foundry.core.protocols import Microbatch, Objective
-from foundry.models.lora import frozen_matrices
-from foundry.optim.adamw_cautious import CautiousAdamW
 from foundry.parallel.precision import PrecisionPolicy, cast_inputs
 from foundry.parallel.process_group import World
-from foundry.parallel.tensor_parallel import divided_dims, is_divisible
 from foundry.parts.model import build_model
 from foundry.parts.objective import build_objective
-from foundry.parts.optimization import build_optimizers
 from foundry.planning.activations import Activations, count_activations
 from foundry.planning.fake import FakeModel
 from foundry.planning.layout import Layout, build_layout, grad_bytes, num_bytes
-from foundry.planning.live_bytes import LiveBytes
-from foundry.planning.moments import count_moments
+from foundry.planning.moments import FrozenModels, Parts, count_moments
+from foundry.planning.optimizer_memory import measure_optimizers
+from foundry.planning.rank_model import copy_in_dtypes, model_of_rank
 
 _FLOAT32_BYTES = 4
 _COUNTED_SAMPLES = 64
@@ -116,105 +111,127 @@ def estimate_memory(
     Raises:
         ConfigError: the strategy does not fit the number of ranks, or the optimizer does not fit the model.
     """
-    policy = PrecisionPolicy(config.precision.mode)
+    rank = _Rank(config, fake, world_size, device_type, PrecisionPolicy(config.precision.mode))
     num_parts = config.distributed.tensor_parallel
-    model = _model_of_rank(fake.model, policy, narrow_frozen=config.peft.narrows_base, num_parts=num_parts)
-    layout = build_layout(config.distributed, model, policy, world_size)
-    dp_size = config.distributed.dp_size(world_size)
-    sizes = resolve_batch_sizes(config.hparams, dp_size=dp_size, tokens_per_sample=None).sizes
-    accumulates = max(sizes) > dp_size * config.hparams.per_gpu_batch_size
-    state, temporary, optimizer_note = _optimizer_state(config, model)
-    objective = build_objective(
-        config.objective, config.peft, World(0, 0, world_size, world_size, torch.device("cpu")), tokenizer
-    )
-    frozen = _build_frozen(config, objective, fake, policy, world_size)
+    model = model_of_rank(fake.model, rank.policy, narrow_frozen=config.peft.narrows_base, num_parts=num_parts)
+    layout, accumulates = rank.layout_of(model), rank.accumulates()
+    optimizers = measure_optimizers(config, model)
+    world = World(0, 0, world_size, world_size, torch.device("cpu"))
+    objective = build_objective(config.objective, config.peft, world, tokenizer)
+    frozen = _lay_out_frozen(rank, objective)
     generation, generation_note = 0, None
     if objective.makes_samples and answer_tokens is not None:
         microbatch = objective.example(config.hparams.per_gpu_batch_size, pack_tokens or answer_tokens)
-        recorded_layouts = [layout, *(frozen[name][0] for name in objective.recorded_models)]
-        ungathered = sum(unit_layout.ungathered(config.distributed.gradient_sync) for unit_layout in recorded_layouts)
-        cache = objective.bytes_for_samples(fake.model, answer_tokens, policy.compute_dtype.itemsize)
-        generation = ungathered + (cache or 0) // num_parts
-        generation_note = "the memory of keys and values is unknown" if cache is None else None
-    activations, activations_note = _activations(
-        config, objective, model, fake.mode, policy, layout, microbatch, device_type
-    )
-    sync, offloads = config.distributed.gradient_sync, layout.offloads and device_type != "cpu"
-    shards, grad_shards = layout.parts(num_bytes), layout.parts(grad_bytes)
-    optimizer = layout.parts(lambda parameter: state.get(parameter, 0))
-    ema = layout.parts(partial(_average_bytes, config))
-    frozen_layouts = [unit_layout for unit_layout, _ in frozen.values()]
-    frozen_parts = [unit_layout.parts(num_bytes) for unit_layout in frozen_layouts]
-    frozen_bytes = sum(map(sum, frozen_parts)) + sum(buffers for _, buffers in frozen.values())
-    buffers = sum(map(num_bytes, model.buffers()))
-    gathered = sum(unit_layout.gathered(sync) for unit_layout in (layout, *frozen_layouts))
-    weights_in_host = (shards[0] + sum(part for part, _ in frozen_parts)) * offloads
-    states_in_host = weights_in_host + (optimizer[0] + ema[0]) * offloads
-    weight_bytes = sum(shards) + frozen_bytes + buffers
-    moments = count_moments(
-        layout,
-        sync,
+        layouts = [layout, *(frozen.layouts[name] for name in objective.recorded_models)]
+        generation, generation_note = _count_generation(rank, objective, layouts, answer_tokens)
+    activations, activations_note = _count_activations(rank, objective, model, layout, microbatch)
+    grad_shards, all_gradients = layout.parts(grad_bytes), sum(map(grad_bytes, model.parameters()))
+    parts = Parts(
+        layout=layout,
+        frozen=frozen,
+        sync=config.distributed.gradient_sync,
         accumulates=accumulates,
-        offloads=offloads,
-        built_weights=weight_bytes
-        - weights_in_host
-        + max(unit_layout.largest_unit() for unit_layout in (layout, *frozen_layouts)),
-        states=weight_bytes + sum(optimizer) + sum(ema) - states_in_host,
-        gathered=gathered,
-        gathered_in_loss=sum(unit_layout.gathered(sync, ahead=False) for unit_layout in (layout, *frozen_layouts)),
-        activations=activations or Activations(0, 0, 0, 0, 0, False),
+        offloads=layout.offloads and device_type != "cpu",
+        weights=layout.parts(num_bytes),
+        optimizer=layout.parts(lambda parameter: optimizers.state.get(parameter, 0)),
+        ema=layout.parts(partial(_average_bytes, config)),
+        buffers=sum(map(num_bytes, model.buffers())),
+        activations=activations,
         generation=generation,
-        # `temporary` is for whole parameters; a rank updates its shards only.
-        temporary=temporary * sum(grad_shards) // max(1, sum(map(grad_bytes, model.parameters()))),
+        # `optimizers.temporary` is for whole parameters; a rank updates its shards only.
+        temporary=optimizers.temporary * sum(grad_shards) // max(1, all_gradients),
     )
-    notes = [note for note in (optimizer_note, activations_note, generation_note) if note is not None]
+    notes = [note for note in (optimizers.note, activations_note, generation_note) if note is not None]
     return Memory(
-        weights=sum(shards),
-        frozen_weights=sum(shards) - sum(grad_shards),
-        gathered=gathered,
-        gradients=layout.gradients(sync, accumulates),
-        reducing=layout.reducing(sync, accumulates),
-        optimizer=sum(optimizer) if optimizer_note is None else None,
-        ema=sum(ema),
-        frozen=frozen_bytes,
-        buffers=buffers,
+        weights=sum(parts.weights),
+        frozen_weights=sum(parts.weights) - sum(grad_shards),
+        gathered=parts.gathered(),
+        gradients=layout.gradients(parts.sync, accumulates),
+        reducing=layout.reducing(parts.sync, accumulates),
+        optimizer=sum(parts.optimizer) if optimizers.note is None else None,
+        ema=sum(parts.ema),
+        frozen=frozen.total,
+        buffers=parts.buffers,
         activations_estimated=None if activations is None else activations.saved,
         generation=generation,
-        host=states_in_host + grad_shards[0] * offloads,
-        moments=moments,
+        host=parts.host_weights + parts.host_states + grad_shards[0] * parts.offloads,
+        moments=count_moments(parts),
         note="; ".join(notes) or None,
     )
 
 
-def _build_frozen(
-    config: Config, objective: Objective, fake: FakeModel, policy: PrecisionPolicy, world_size: int
-) -> dict[str, tuple[Layout, int]]:
-    """Return the layout of each frozen model of the objective and the bytes of its buffers, by the model's name.
+@dataclass(frozen=True)
+class _Rank:
+    """The rank whose memory is estimated.
 
-    Also passes the frozen models to the objective. Returns an empty dict if the objective has columns: the frozen
-    models then run before the first step, and without gradients need less memory than a step.
+    Attributes:
+        config: configuration of the run.
+        fake: model of the run.
+        world_size: number of ranks.
+        device_type: "cuda" or "cpu".
+        policy: types of weights, compute and reduction.
+    """
+
+    config: Config
+    fake: FakeModel
+    world_size: int
+    device_type: str
+    policy: PrecisionPolicy
+
+    def layout_of(self, model: nn.Module) -> Layout:
+        """Return the layout of a model of this rank."""
+        return build_layout(self.config.distributed, model, self.policy, self.world_size)
+
+    def accumulates(self) -> bool:
+        """Return whether a window has several microbatches."""
+        hparams, dp_size = self.config.hparams, self.config.distributed.dp_size(self.world_size)
+        sizes = resolve_batch_sizes(hparams, dp_size=dp_size, tokens_per_sample=None).sizes
+        return max(sizes) > dp_size * hparams.per_gpu_batch_size
+
+
+def _lay_out_frozen(rank: _Rank, objective: Objective) -> FrozenModels:
+    """Return the frozen models of the objective, and pass them to it.
+
+    Returns no models if the objective has columns: the frozen models then run before the first step, and without
+    gradients need less memory than a step.
     """
     if objective.compare is None:
-        return {}
-    is_sharded = isinstance(resolve_distributed(config.distributed, world_size), FSDP)
+        return FrozenModels({}, 0)
+    config = rank.config
+    is_sharded = isinstance(resolve_distributed(config.distributed, rank.world_size), FSDP)
     num_parts = config.distributed.tensor_parallel if is_sharded else 1
     frozen = dict[str, nn.Module]()
     for name, node in objective.frozen_models.items():
-        with fake.mode:
-            model = fake.model if node is None else build_model(config, node)
-        frozen[name] = _model_of_rank(model, policy, num_parts=num_parts).requires_grad_(False).eval()
+        with rank.fake.mode:
+            model = rank.fake.model if node is None else build_model(config, node)
+        frozen[name] = model_of_rank(model, rank.policy, num_parts=num_parts).requires_grad_(False).eval()
     objective.compare(frozen)
     if objective.columns:
-        return {}
-    return {
-        name: (
-            build_layout(config.distributed, model, policy, world_size)
-            if is_sharded
-            else Layout([], list(model.parameters())),
-            sum(map(num_bytes, model.buffers())),
-        )
+        return FrozenModels({}, 0)
+    layouts = {
+        name: rank.layout_of(model) if is_sharded else Layout([], list(model.parameters()))
         for name, model in frozen.items()
     }
+    return FrozenModels(layouts, sum(num_bytes(buffer) for model in frozen.values() for buffer in model.buffers()))
+
+
+def _count_generation(
+    rank: _Rank, objective: Objective, layouts: Sequence[Layout], answer_tokens: int
+) -> tuple[int, str | None]:
+    """Return the bytes that only the generation of completions needs, and the reason if a part of them is unknown.
+
+    Args:
+        rank: the rank.
+        objective: objective that generates completions.
+        layouts: layouts of the models that generate or score completions.
+        answer_tokens: tokens of the longest prompt with an answer.
+    """
+    distributed = rank.config.distributed
+    ungathered = sum(layout.ungathered(distributed.gradient_sync) for layout in layouts)
+    cache = objective.bytes_for_samples(rank.fake.model, answer_tokens, rank.policy.compute_dtype.itemsize)
+    if cache is None:
+        return ungathered, "the memory of keys and values is unknown"
+    return ungathered + cache // distributed.tensor_parallel, None
 
 
 def checkpoint_bytes(config: Config, fake: FakeModel) -> int | None:
@@ -230,15 +247,15 @@ def checkpoint_bytes(config: Config, fake: FakeModel) -> int | None:
     Raises:
         ConfigError: the optimizer does not fit the model.
     """
-    model = _model_of_rank(fake.model, PrecisionPolicy(config.precision.mode), narrow_frozen=config.peft.narrows_base)
-    state, _, note = _optimizer_state(config, model)
-    if note is not None:
+    model = model_of_rank(fake.model, PrecisionPolicy(config.precision.mode), narrow_frozen=config.peft.narrows_base)
+    optimizers = measure_optimizers(config, model)
+    if optimizers.note is not None:
         return None
     saved_tensors: set[Tensor] = set(model.state_dict(keep_vars=True).values())
     if isinstance(config.peft, LoRA):
         saved_tensors = {tensor for tensor in saved_tensors if tensor.requires_grad}
     ema = sum(_average_bytes(config, parameter) for parameter in model.parameters())
-    return sum(map(num_bytes, saved_tensors)) + ema + sum(state.values())
+    return sum(map(num_bytes, saved_tensors)) + ema + sum(optimizers.state.values())
 
 
 def optimizer_bytes(config: Config, fake: FakeModel) -> dict[str, float]:
@@ -251,52 +268,16 @@ def optimizer_bytes(config: Config, fake: FakeModel) -> dict[str, float]:
     Raises:
         RuntimeError: the optimizers cannot step on fake tensors.
     """
-    model = _model_of_rank(fake.model, PrecisionPolicy(config.precision.mode), narrow_frozen=config.peft.narrows_base)
-    state, _, note = _optimizer_state(config, model)
-    if note is not None:
-        raise RuntimeError(note)
+    model = model_of_rank(fake.model, PrecisionPolicy(config.precision.mode), narrow_frozen=config.peft.narrows_base)
+    optimizers = measure_optimizers(config, model)
+    if optimizers.note is not None:
+        raise RuntimeError(optimizers.note)
+    state = optimizers.state
     return {name: state[p] / p.numel() for name, p in model.named_parameters() if p in state}
 
 
-def _optimizer_state(config: Config, model: nn.Module) -> tuple[dict[Tensor, int], int, str | None]:
-    """Return the bytes of each whole parameter's state, and the bytes that a step allocates once the state exists.
-
-    Scalars are not counted. The third value is the reason why the bytes are unknown; None if they are known.
-    """
-    for parameter in model.parameters():
-        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-    state: dict[Tensor, int] = {}
-    temporary = 0
-    optimizers = build_optimizers(config, model)
-    try:
-        for optimizer in optimizers:
-            fused = [group for group in optimizer.param_groups if group.get("fused")]
-            for group in fused:
-                # Without fused kernels the state is the same; some fused kernels do not support fake tensors.
-                group["fused"] = False
-            optimizer.step()
-            for tensor, parameter_state in optimizer.state.items():
-                tensors = [value for value in parameter_state.values() if isinstance(value, Tensor) and value.ndim > 0]
-                state[tensor] = state.get(tensor, 0) + sum(map(num_bytes, tensors))
-            if not fused or isinstance(optimizer, CautiousAdamW):  # fused kernels allocate nothing; the decay does
-                live = LiveBytes()
-                with live:
-                    optimizer.step()
-                temporary = max(temporary, live.peak)
-    except Exception as error:  # a user's optimizer may fail in any way on fake tensors
-        return {}, 0, f"the optimizers cannot step on fake tensors ({format_reason(error)})"
-    return state, temporary, None
-
-
-def _activations(
-    config: Config,
-    objective: Objective,
-    model: nn.Module,
-    mode: FakeTensorMode,
-    policy: PrecisionPolicy,
-    layout: Layout,
-    microbatch: Microbatch | None,
-    device_type: str,
+def _count_activations(
+    rank: _Rank, objective: Objective, model: nn.Module, layout: Layout, microbatch: Microbatch | None
 ) -> tuple[Activations | None, str | None]:
     """Return the activations, or the reason why they are unknown; `model` holds the parameters of `layout`."""
     if microbatch is None:
@@ -305,8 +286,7 @@ def _activations(
     if samples > 2 * _COUNTED_SAMPLES:
         # The bytes are linear in the samples. Counting all samples is slow if the loss loops over tiles of positions.
         parts = [{name: t[:few] for name, t in microbatch.items()} for few in (_COUNTED_SAMPLES, 2 * _COUNTED_SAMPLES)]
-        count = partial(_activations, config, objective, model, mode, policy, layout, device_type=device_type)
-        (few, note), (double, _) = [count(part) for part in parts]
+        (few, note), (double, _) = [_count_activations(rank, objective, model, layout, part) for part in parts]
         if few is None or double is None:
             return None, note
         return few.extrapolated(double, (samples, _COUNTED_SAMPLES)), None
@@ -314,65 +294,25 @@ def _activations(
     gathered: dict[Tensor, torch.dtype | None] = {
         p: unit.gather_dtype for unit in layout.units for p in unit.parameters
     }
-    model = _copy_in_dtypes(model, lambda tensor: gathered.get(tensor) or tensor.dtype)
-    if policy.mode is PrecisionMode.pure_bf16:
+    model = copy_in_dtypes(model, lambda tensor: gathered.get(tensor) or tensor.dtype)
+    if rank.policy.mode is PrecisionMode.pure_bf16:
         model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    hparams = rank.config.hparams
     try:
         with _quiet():
             activations = count_activations(
                 objective,
                 model,
                 microbatch,
-                mode=mode,
-                autocast=policy.autocast(torch.device("cpu")),
-                device_type=device_type,
-                grad_checkpointing=config.hparams.grad_checkpointing,
-                selective=config.hparams.grad_checkpointing_policy is CheckpointingPolicy.selective,
+                mode=rank.fake.mode,
+                autocast=rank.policy.autocast(torch.device("cpu")),
+                device_type=rank.device_type,
+                grad_checkpointing=hparams.grad_checkpointing,
+                selective=hparams.grad_checkpointing_policy is CheckpointingPolicy.selective,
             )
     except Exception as error:  # a model may read values, or use an operation without a fake kernel
         return None, f"the model cannot run on fake tensors ({format_reason(error)})"
     return activations, None
-
-
-def _model_of_rank(
-    model: nn.Module, policy: PrecisionPolicy, *, narrow_frozen: bool = False, num_parts: int = 1
-) -> nn.Module:
-    """Return a copy of a fake model as one of `num_parts` tensor-parallel ranks holds it.
-
-    It has the types of a model after `PrecisionPolicy.prepare`.
-    """
-    is_cast = policy.mode is PrecisionMode.pure_bf16
-    narrow_tensors: set[Tensor] = {*frozen_matrices(model)} if narrow_frozen and policy.is_amp else set()
-
-    def dtype_of(tensor: Tensor) -> torch.dtype:
-        if tensor in narrow_tensors:
-            return policy.compute_dtype
-        return torch.bfloat16 if is_cast and tensor.is_floating_point() else tensor.dtype
-
-    dims = divided_dims(model) if is_divisible(model, num_parts) else {}
-    return _copy_in_dtypes(model, dtype_of, {parameter: (dim, num_parts) for parameter, dim in dims.items()})
-
-
-def _copy_in_dtypes(
-    model: nn.Module,
-    dtype_of: Callable[[Tensor], torch.dtype],
-    divisions: Mapping[Tensor, tuple[int, int]] | None = None,
-) -> nn.Module:
-    """Return a copy of a fake model in other types; `Module.to` cannot change fake tensors in place.
-
-    `divisions` maps a parameter to a dimension and a number of parts: the copy has only the first of these parts.
-    """
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        dim, num_parts = (divisions or {}).get(parameter, (0, 1))
-        full = parameter.detach()
-        part = full.narrow(dim, 0, full.shape[dim] // num_parts) if num_parts > 1 else full
-        data = part.to(dtype_of(parameter), copy=True)
-        memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.to(dtype_of(buffer), copy=True)
-    copied: nn.Module = copy.deepcopy(model, memo)
-    return copied
 
 
 def _average_bytes(config: Config, parameter: nn.Parameter) -> int:

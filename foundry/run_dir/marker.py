@@ -1,6 +1,7 @@
 """The marker file of directories that foundry may write to: runs, plans and sweeps."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from foundry.run_dir.files import read_text, write_atomically
@@ -25,7 +26,7 @@ def is_foundry_folder(folder: Path) -> bool:
     The content of these files is checked, because a user's folder may contain its own status.json. Other files of a
     run, such as config.yaml and tokenizer.json, do not count.
     """
-    return _is_marked(folder) or any(_has_keys(folder / name, keys) for name, keys in _RECORDS.items())
+    return _is_marked(folder) or any(is_object_with(folder / name, keys) for name, keys in _RECORDS.items())
 
 
 def _is_marked(folder: Path) -> bool:
@@ -35,10 +36,10 @@ def _is_marked(folder: Path) -> bool:
         return False
 
 
-def _has_keys(path: Path, keys: set[str]) -> bool:
+def is_object_with(path: Path, keys: Iterable[str]) -> bool:
     """Return whether a file contains a JSON object with at least these keys."""
     try:
         content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(content, dict) and keys <= content.keys()
+    return isinstance(content, dict) and content.keys() >= set(keys)

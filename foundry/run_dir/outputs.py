@@ -5,14 +5,13 @@ by its content. Inside a run directory the names of the run's own files and fold
 exist yet.
 """
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 from foundry.run_dir import names
-from foundry.run_dir.files import open_regular, read_text
-from foundry.run_dir.marker import MARK, is_foundry_folder
+from foundry.run_dir.files import open_regular
+from foundry.run_dir.marker import MARK, is_foundry_folder, is_object_with
 
 Recognizer = Callable[[Path], bool]
 """Callable that returns whether a file is an earlier output of the same kind."""
@@ -59,15 +58,7 @@ def folder_refusal(folder: Path) -> str | None:
 
 def has_keys(*keys: str) -> Recognizer:
     """Return a recognizer of JSON files that contain an object with these keys."""
-
-    def recognize(path: Path) -> bool:
-        try:
-            content = json.loads(read_text(path))
-        except (OSError, ValueError, RecursionError):
-            return False
-        return isinstance(content, dict) and content.keys() >= set(keys)
-
-    return recognize
+    return lambda path: is_object_with(path, keys)
 
 
 def has_columns(*columns: str) -> Recognizer:

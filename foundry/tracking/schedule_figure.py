@@ -45,12 +45,7 @@ def schedule_figure(
     for axes, (label, values, drawstyle) in zip(panels, curves, strict=True):
         dress(axes)
         _shade(axes, phases)
-        marker = "o" if len(steps) == 1 else None
-        axes.plot(steps, values, color=BLUE, linewidth=1.8, marker=marker, drawstyle=drawstyle)
-        axes.set_ylabel(label)
-        axes.set_ylim(0, max(values) * 1.12 or 1.0)
-        if label != "global batch":
-            axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+        _draw_curve(axes, steps, values, label, drawstyle)
         if 0 < step < steps[-1]:
             axes.axvline(step, color=GREY, linestyle=":", linewidth=1.4)
     _name(panels[0], phases)
@@ -60,6 +55,16 @@ def schedule_figure(
     if 0 < step < steps[-1]:
         panels[-1].set_xlabel(f"optimizer step (dotted: step {step})")
     return figure
+
+
+def _draw_curve(axes: "Axes", steps: list[int], values: list[float], label: str, drawstyle: str) -> None:
+    """Draw a value over the optimizer steps, on an axis from 0."""
+    marker = "o" if len(steps) == 1 else None
+    axes.plot(steps, values, color=BLUE, linewidth=1.8, marker=marker, drawstyle=drawstyle)
+    axes.set_ylabel(label)
+    axes.set_ylim(0, max(values) * 1.12 or 1.0)
+    if label != "global batch":
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
 
 
 def _shade(axes: "Axes", phases: Sequence[Phase]) -> None:

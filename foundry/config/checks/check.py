@@ -61,32 +61,38 @@ def check(composed: DictConfig, checked: GroupChecks | None = None) -> list[Viol
         return [Violation(str(error.full_key or "configuration"), first_line(str(error)))]
     out_of_bounds = [violation for name in names for violation in groups[name].out_of_bounds]
     guarded_config = _guard_config(config, {violation.key for violation in out_of_bounds})
-    parts = [getattr(guarded_config, item.name) for item in fields(config)]
-    part_violations = [v for part in parts if hasattr(part, "check") for v in _until_out_of_bounds(part.check)]
-    other_violations = [
-        *check_folders(composed),
-        *check_launcher(composed),
-        *check_own_launcher(composed),
-        *_until_out_of_bounds(partial(check_sweeper, composed, guarded_config)),
-    ]
     secrets = [*(groups[name].has_secret for name in names), has_secret(composed, "hydra")]
     key_violations = [
         *(check_secrets(composed) if any(secrets) else ()),
         *out_of_bounds,
         *(violation for name in names for violation in groups[name].in_plain_nodes),
-        *part_violations,
-        *other_violations,
+        *_check_parts(guarded_config),
+        *check_folders(composed),
+        *check_launcher(composed),
+        *check_own_launcher(composed),
+        *_until_out_of_bounds(partial(check_sweeper, composed, guarded_config)),
     ]
     launch = Launch(environment, resolve_num_tasks(composed), guarded_config.distributed)
-    rule_violations = [
-        v for rule in rules(guarded_config) for v in _until_out_of_bounds(partial(rule, guarded_config, launch))
-    ]
-    rule_violations += _until_out_of_bounds(partial(check_rungs, composed, guarded_config, launch))
+    rule_violations = list(_check_rules(composed, guarded_config, launch))
     invalid_keys = {violation.key for violation in key_violations}
     # Drop violations of rules that mention an invalid key, or whose own key is a group with an invalid key.
     return key_violations + [
         v for v in rule_violations if not any(key in str(v) or key.startswith(v.key) for key in invalid_keys)
     ]
+
+
+def _check_parts(config: Config) -> Iterator[Violation]:
+    """Yield the violations that the parts of a configuration find in their own fields."""
+    for part in (getattr(config, item.name) for item in fields(config)):
+        if hasattr(part, "check"):
+            yield from _until_out_of_bounds(part.check)
+
+
+def _check_rules(composed: DictConfig, config: Config, launch: Launch) -> Iterator[Violation]:
+    """Yield the violations of the rules across parts."""
+    for rule in rules(config):
+        yield from _until_out_of_bounds(partial(rule, config, launch))
+    yield from _until_out_of_bounds(partial(check_rungs, composed, config, launch))
 
 
 def _guard_config(config: Config, invalid_keys: Collection[str]) -> Config:

@@ -132,22 +132,9 @@ def load_config(run_dir: Path, *, trust: bool = False) -> Config:
     """
     path = run_dir / CONFIG
     content = read_settings(path, "run")
-    groups = {item.name: item for item in fields(Config)}
-    if unknown := [as_text(name) for name in content if name not in groups]:
-        raise _run_error(path, f"has {', '.join(unknown)}, which this version of foundry does not know")
-    if missing := [name for name, item in groups.items() if name not in content and item.default == MISSING]:
-        raise _run_error(path, f"lacks {' and '.join(missing)}")
-    if missing := list(missing_tasks(content)):
-        raise ConfigError(Violation("run", f"{path} {line}") for line in missing)
-    if not trust and (foreign_settings := list(foreign_parts(content))):
-        raise ConfigError([*_trust_errors(path, foreign_settings), *_package_errors(path, content)])
-    if missing_parts := list(_package_errors(path, content)):
-        raise ConfigError(missing_parts)
-    if isinstance(evaluation := content.get("evaluation"), dict) and "interval" in evaluation:
-        evaluation["interval"] = recorded_interval(evaluation["interval"])
-    if isinstance(hparams := content.get("hparams"), dict) and hparams.get("torchcompile") == "auto":
-        hparams["torchcompile"] = False  # an earlier version recorded auto, and each run decided
-    nodes = {name: typed_group(path, name, content.get(name, {})) for name in groups}
+    _check_content(path, content, trust=trust)
+    _replace_former_values(content)
+    nodes = {item.name: typed_group(path, item.name, content.get(item.name, {})) for item in fields(Config)}
     try:
         merged = OmegaConf.create(nodes)
         list(
@@ -163,6 +150,33 @@ def load_config(run_dir: Path, *, trust: bool = False) -> Config:
         raise _run_error(
             path, f"has an invalid {getattr(error, 'full_key', None) or 'value'}: {_one_line(error)}"
         ) from None
+
+
+def _check_content(path: Path, content: dict[str, Any], *, trust: bool) -> None:
+    """Check that a recorded configuration has known groups, and parts that are installed and trusted.
+
+    Raises:
+        ConfigError: if a group is unknown or missing, or a part is not installed or not trusted.
+    """
+    groups = {item.name: item for item in fields(Config)}
+    if unknown := [as_text(name) for name in content if name not in groups]:
+        raise _run_error(path, f"has {', '.join(unknown)}, which this version of foundry does not know")
+    if missing := [name for name, item in groups.items() if name not in content and item.default == MISSING]:
+        raise _run_error(path, f"lacks {' and '.join(missing)}")
+    if missing := list(missing_tasks(content)):
+        raise ConfigError(Violation("run", f"{path} {line}") for line in missing)
+    if not trust and (foreign_settings := list(foreign_parts(content))):
+        raise ConfigError([*_trust_errors(path, foreign_settings), *_package_errors(path, content)])
+    if missing_parts := list(_package_errors(path, content)):
+        raise ConfigError(missing_parts)
+
+
+def _replace_former_values(content: dict[str, Any]) -> None:
+    """Replace values in a recorded configuration that only earlier versions accept."""
+    if isinstance(evaluation := content.get("evaluation"), dict) and "interval" in evaluation:
+        evaluation["interval"] = recorded_interval(evaluation["interval"])
+    if isinstance(hparams := content.get("hparams"), dict) and hparams.get("torchcompile") == "auto":
+        hparams["torchcompile"] = False  # an earlier version recorded auto, and each run decided
 
 
 def typed_group(path: Path, group: str, node: Any) -> Any:

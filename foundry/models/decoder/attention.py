@@ -1,5 +1,7 @@
 """Causal self-attention."""
 
+from dataclasses import dataclass
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -9,6 +11,29 @@ from foundry.models.documents import Documents
 from foundry.models.dropout import KeyedDropout, attend_with_dropout
 from foundry.models.kv_cache import LayerCache
 from foundry.models.varlen import DocumentBounds
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """Keys that a query may attend to, and dropout; by default causal attention within each row, without dropout.
+
+    Attributes:
+        cache: keys and values of the preceding tokens, to which those of the new tokens are appended.
+        mask: (batch or 1, 1, queries, keys) bool, true where a query may attend to a key; or document bounds, for
+            causal attention within documents, with as many keys as queries. None for causal attention, or for attention
+            to all keys if there are fewer queries than keys.
+        draws: dropout masks of this layer; None disables dropout.
+        documents: document layout of packed rows.
+    """
+
+    cache: LayerCache | None = None
+    mask: Tensor | DocumentBounds | None = None
+    draws: KeyedDropout | None = None
+    documents: Documents | None = None
+
+
+CAUSAL = AttentionContext()
+"""Causal attention within each row, without dropout."""
 
 
 class Attention(nn.Module):
@@ -39,10 +64,7 @@ class Attention(nn.Module):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        cache: LayerCache | None = None,
-        mask: Tensor | DocumentBounds | None = None,
-        draws: KeyedDropout | None = None,
-        documents: Documents | None = None,
+        context: AttentionContext = CAUSAL,
         *,
         token_values: Tensor | None = None,
     ) -> Tensor:
@@ -51,9 +73,9 @@ class Attention(nn.Module):
         `token_values` is the argument of `project`.
         """
         query, key, value = self.project(x, cos, sin, token_values)
-        if cache is not None:
-            key, value = cache.append(key, value)
-        return self.attend(query, key, value, mask, draws, documents)
+        if context.cache is not None:
+            key, value = context.cache.append(key, value)
+        return self.attend(query, key, value, context)
 
     def project(
         self, x: Tensor, cos: Tensor, sin: Tensor, token_values: Tensor | None = None
@@ -73,27 +95,16 @@ class Attention(nn.Module):
             value = value + token_values.view(*token_values.shape[:2], -1, self.head_dim).transpose(1, 2)
         return rotate(query, cos, sin), rotate(key, cos, sin), value
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | DocumentBounds | None = None,
-        draws: KeyedDropout | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
         """Compute the attention output, (batch, queries, hidden_size), of tensors returned by `project`.
 
         Args:
             query: (batch, heads, queries, head_dim).
             key: (batch, kv heads, keys, head_dim).
             value: as `key`.
-            mask: (batch or 1, 1, queries, keys) bool, true where a query may attend to a key; or document bounds, for
-                causal attention within documents, with as many keys as queries. None for causal attention, or for
-                attention to all keys if there are fewer queries than keys.
-            draws: dropout masks of the attention weights; None disables dropout.
-            documents: document layout of packed rows.
+            context: mask, documents and dropout of the attention weights; the tokens of its cache must be in `key`.
         """
+        mask, draws, documents = context.mask, context.draws, context.documents
         is_causal = mask is None and query.shape[2] == key.shape[2]  # a single query without mask attends to all keys
         if isinstance(mask, DocumentBounds):
             heads_output = mask.attend(query, key, value)

@@ -4,13 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foundry.models.decoder.attention import Attention
+from foundry.models.decoder.attention import CAUSAL, Attention, AttentionContext
 from foundry.models.decoder.norms import RMSNorm
-from foundry.models.documents import Documents
 from foundry.models.dropout import KeyedDropout
 from foundry.models.fsdp_block import FSDPBlock
-from foundry.models.kv_cache import LayerCache
-from foundry.models.varlen import DocumentBounds
 
 
 class FeedForward(nn.Module):
@@ -60,10 +57,7 @@ class TransformerBlock(FSDPBlock):
         x: Tensor,
         cos: Tensor,
         sin: Tensor,
-        cache: LayerCache | None = None,
-        mask: Tensor | DocumentBounds | None = None,
-        draws: KeyedDropout | None = None,
-        documents: Documents | None = None,
+        context: AttentionContext = CAUSAL,
         *,
         embedded: Tensor | None = None,
         token_values: Tensor | None = None,
@@ -73,9 +67,8 @@ class TransformerBlock(FSDPBlock):
         `embedded` is the argument of `rescale`, and `token_values` that of `Attention.project`.
         """
         x = self.rescale(x, embedded)
-        normed = self.input_layernorm(x)
-        attended = self.self_attn(normed, cos, sin, cache, mask, draws, documents, token_values=token_values)
-        return self.add(x, attended, draws)
+        attended = self.self_attn(self.input_layernorm(x), cos, sin, context, token_values=token_values)
+        return self.add(x, attended, context.draws)
 
     def rescale(self, x: Tensor, embedded: Tensor | None) -> Tensor:
         """Return residual_scale * x + embedding_scale * embedded; a block without these scalars returns x.

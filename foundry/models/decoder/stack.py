@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from foundry.models.compute_dtype import to_compute_dtype
+from foundry.models.decoder.attention import AttentionContext
 from foundry.models.decoder.norms import RMSNorm
 from foundry.models.decoder.value_embedding import ValueEmbedding
 from foundry.models.documents import Documents
@@ -62,13 +63,13 @@ class Decoder(nn.Module):
             options = self.block_options(embedded)
             if str(index) in self.value_embeddings:
                 options["token_values"] = self.value_embeddings[str(index)](tokens)
-            if cache is not None:
-                x = layer(x, cos, sin, cache.layers[index], mask, **options)
-            elif draws is None and documents is None:
-                x = layer(x, cos, sin, **options)
-            else:
-                layer_draws = None if draws is None else draws.fold(index)
-                x = layer(x, cos, sin, draws=layer_draws, documents=documents, **options)
+            context = AttentionContext(
+                cache=None if cache is None else cache.layers[index],
+                mask=mask,
+                draws=None if draws is None else draws.fold(index),
+                documents=documents,
+            )
+            x = layer(x, cos, sin, context, **options)
         normed: Tensor = self.norm(x)
         return normed
 

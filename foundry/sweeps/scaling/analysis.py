@@ -60,6 +60,10 @@ class Prediction:
         """Relative error, (predicted - measured) / measured; None without a measured loss."""
         return None if self.run is None else self.loss / self.run.loss - 1
 
+    def facts(self) -> dict[str, Any]:
+        """Return the predicted loss as stored in scaling.json."""
+        return {"predicted": self.loss, "interval": self.interval, "times_largest": self.extrapolation}
+
 
 @dataclass(frozen=True)
 class Optimum:
@@ -78,6 +82,16 @@ class Optimum:
     tokens: float
     loss: float
     intervals: dict[str, tuple[float, float] | None]
+
+    def facts(self) -> dict[str, Any]:
+        """Return the optimum as stored in scaling.json."""
+        return {
+            "flops": self.flops,
+            "N": self.parameters,
+            "D": self.tokens,
+            "loss": self.loss,
+            "intervals": self.intervals,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,25 +152,8 @@ class Analysis:
 
     def facts(self) -> dict[str, Any]:
         """Return the content of scaling.json."""
-        constants = self.result.law.constants()
-        resampled = None if self.result.resampled is None else self.result.resampled.constants()
         return {
-            "law": {
-                "form": FORMS[self.variables],
-                "N": self.counted.value,
-                "D": "tokens",
-                "metric": self.metric,
-                "flops": f"C = {FLOPS_PER_PARAMETER_AND_TOKEN} N D",
-                "constants": {
-                    name: {
-                        "value": float(value),
-                        "interval": None
-                        if resampled is None
-                        else self.result.interval(resampled[name], self.confidence),
-                    }
-                    for name, value in constants.items()
-                },
-            },
+            "law": self._law_facts(),
             "fit": {
                 "runs": len(self.selection.fitted),
                 "parameters": self.result.law.theta.size,
@@ -174,25 +171,14 @@ class Analysis:
                 for run, fitted, residual in self.rows()
             ],
             "held_out": [
-                self._run_facts(item.run) | self._prediction_facts(item) | {"error": item.error}
+                self._run_facts(item.run) | item.facts() | {"error": item.error}
                 for item in self.predictions
                 if item.run is not None
             ],
             "predictions": [
-                {"N": item.parameters, "D": item.tokens} | self._prediction_facts(item)
-                for item in self.predictions
-                if item.run is None
+                {"N": item.parameters, "D": item.tokens} | item.facts() for item in self.predictions if item.run is None
             ],
-            "optima": [
-                {
-                    "flops": item.flops,
-                    "N": item.parameters,
-                    "D": item.tokens,
-                    "loss": item.loss,
-                    "intervals": item.intervals,
-                }
-                for item in self.optima
-            ],
+            "optima": [item.facts() for item in self.optima],
             "excluded": [
                 {"job": job.index, "run_dir": self._dir(job), "reason": reason}
                 for job, reason in self.selection.excluded
@@ -204,6 +190,24 @@ class Analysis:
         """Yield each fitted run with its fitted loss and residual."""
         for run, residual in zip(self.selection.fitted, self.result.residuals, strict=True):
             yield run, float(run.loss / np.exp(residual)), float(residual)
+
+    def _law_facts(self) -> dict[str, Any]:
+        """Return formula, variables and constants of the law."""
+        constants, resampled = self.result.law.constants(), self.result.resampled
+        intervals: dict[str, tuple[float, float] | None] = dict.fromkeys(constants)
+        if resampled is not None:
+            samples = resampled.constants()
+            intervals = {name: self.result.interval(samples[name], self.confidence) for name in constants}
+        return {
+            "form": FORMS[self.variables],
+            "N": self.counted.value,
+            "D": "tokens",
+            "metric": self.metric,
+            "flops": f"C = {FLOPS_PER_PARAMETER_AND_TOKEN} N D",
+            "constants": {
+                name: {"value": float(value), "interval": intervals[name]} for name, value in constants.items()
+            },
+        }
 
     def _dir(self, job: JobReport) -> str:
         return os.path.relpath(job.run_dir, self.folder)
@@ -218,9 +222,6 @@ class Analysis:
             "flops": run.flops,
             "loss": run.loss,
         }
-
-    def _prediction_facts(self, item: Prediction) -> dict[str, Any]:
-        return {"predicted": item.loss, "interval": item.interval, "times_largest": item.extrapolation}
 
 
 def analyze(
@@ -256,24 +257,8 @@ def analyze(
     """
     points = np.array([run.point for run in selection.fitted], dtype=np.float64).reshape(-1, len(VARIABLES))
     losses = np.array([run.loss for run in selection.fitted])
-    variables = varying(points)
-    try:
-        check_design(points, variables)
-    except DesignError as error:
-        reasons = [f"job {job.index}: {reason}" for job, reason in selection.excluded]
-        left_out = f" ({counted(len(reasons), 'job')} left out; {reasons[0]})" if reasons else ""
-        raise ConfigError(Violation("dir", f"is {folder}, whose usable jobs {error}{left_out}")) from None
-    if budgets and variables != VARIABLES:
-        message = f"needs a law in N and D, but only {variables[0]} differs between the jobs; leave budgets out"
-        raise ConfigError(Violation("budgets", message))
-    for run in selection.held_out:
-        _check_constants("hold_out", dict(zip(VARIABLES, run.point, strict=True)), points, variables)
-    for size in sizes:
-        if missing := [variable for variable in variables if variable not in size]:
-            given = " ".join(f"{name}={count(value)}" for name, value in size.items())
-            message = f"is {given}, which has no {missing[0]}; write predict='N=30M D=600M'"
-            raise ConfigError(Violation("predict", message))
-        _check_constants("predict", size, points, variables)
+    variables = _find_variables(points, selection, folder)
+    _check_predictions(selection, sizes, budgets, points, variables)
     result = fit(points, losses, variables, resamples=resamples, seed=seed)
     predict = _Predictor(result, points, confidence)
     return Analysis(
@@ -291,6 +276,47 @@ def analyze(
         ),
         optima=tuple(_optimum(result, flops, confidence) for flops in budgets),
     )
+
+
+def _find_variables(points: Any, selection: Selection, folder: Path) -> tuple[str, ...]:
+    """Return the variables of a law that the fitted runs determine.
+
+    Raises:
+        ConfigError: the runs determine no law.
+    """
+    variables = varying(points)
+    try:
+        check_design(points, variables)
+    except DesignError as error:
+        reasons = [f"job {job.index}: {reason}" for job, reason in selection.excluded]
+        left_out = f" ({counted(len(reasons), 'job')} left out; {reasons[0]})" if reasons else ""
+        raise ConfigError(Violation("dir", f"is {folder}, whose usable jobs {error}{left_out}")) from None
+    return variables
+
+
+def _check_predictions(
+    selection: Selection,
+    sizes: Sequence[dict[str, float]],
+    budgets: Sequence[float],
+    points: Any,
+    variables: tuple[str, ...],
+) -> None:
+    """Check that a law in these variables can predict the held-out runs, the sizes and the budgets.
+
+    Raises:
+        ConfigError: a size lacks a variable, a constant variable has another value, or a budget needs both variables.
+    """
+    if budgets and variables != VARIABLES:
+        message = f"needs a law in N and D, but only {variables[0]} differs between the jobs; leave budgets out"
+        raise ConfigError(Violation("budgets", message))
+    for run in selection.held_out:
+        _check_constants("hold_out", dict(zip(VARIABLES, run.point, strict=True)), points, variables)
+    for size in sizes:
+        if missing := [variable for variable in variables if variable not in size]:
+            given = " ".join(f"{name}={count(value)}" for name, value in size.items())
+            message = f"is {given}, which has no {missing[0]}; write predict='N=30M D=600M'"
+            raise ConfigError(Violation("predict", message))
+        _check_constants("predict", size, points, variables)
 
 
 def _check_constants(key: str, size: dict[str, float], points: Any, variables: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """Evaluation of a policy in a simulator by `foundry.eval`, alone or compared with another on the same episodes."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
@@ -84,12 +84,9 @@ def evaluate_policy(
     if instruction is InstructionChoice.other and not field_of(runs[0].config.data, "instruction_tokens"):
         message = f"is other but the policy of {run} reads no instructions: it has no data.instruction_tokens"
         raise ConfigError(Violation("instruction", f"{message}; leave it out"))
-    settings = _episode_settings(runs[0].config)
-    options = {"episodes": episodes, "first_episode": first_episode, "at_a_time": at_a_time}
-    settings |= {name: number for name, number in options.items() if number is not None}
-    if (end := settings["first_episode"] + settings["episodes"]) > MOST_EPISODES:
-        message = f"is {settings['episodes']} but leads to episode {end - 1}; the last one is {MOST_EPISODES - 1}"
-        raise ConfigError(Violation("episodes", message))
+    settings = _episode_settings(
+        runs[0].config, {"episodes": episodes, "first_episode": first_episode, "at_a_time": at_a_time}
+    )
     numbers = range(settings["first_episode"], settings["first_episode"] + settings["episodes"])
     with ExitStack() as stack, torch.no_grad():
         policies = [_Policy(item, settings["at_a_time"], instruction, stack) for item in runs]
@@ -100,16 +97,17 @@ def evaluate_policy(
         "num_episodes": len(numbers),
         **({} if instruction is InstructionChoice.own else {"instruction": instruction.value}),
     }
-    if against is None:
-        return result
-    other_summary = summary(results[1])
-    pairs = [(first.success, second.success) for first, second in zip(*results, strict=True)]
-    counts = pairs.count((True, False)), pairs.count((False, True))
+    return result if against is None else result | _compare(f"{against} {runs[1].checkpoint.name}", *results)
+
+
+def _compare(name: str, episodes: Sequence[Episode], other_episodes: Sequence[Episode]) -> dict[str, Any]:
+    """Return the measurements of the other policy, which is called `name`, and the differences between both."""
+    pairs = [(first.success, second.success) for first, second in zip(episodes, other_episodes, strict=True)]
+    counts, other_summary = (pairs.count((True, False)), pairs.count((False, True))), summary(other_episodes)
     return {
-        **result,
-        "against": f"{against} {runs[1].checkpoint.name}",
-        **{f"against_{name}": value for name, value in other_summary.items()},
-        "difference": result["success"] - other_summary["success"],
+        "against": name,
+        **{f"against_{key}": value for key, value in other_summary.items()},
+        "difference": summary(episodes)["success"] - other_summary["success"],
         "only_run": counts[0],
         "only_against": counts[1],
         "p_value": sign_test(*counts),
@@ -194,12 +192,21 @@ def _task(config: Config) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in ("state_dim", "image_size")}
 
 
-def _episode_settings(config: Config) -> dict[str, int]:
-    """Return the episode settings of the run's first evaluator of success; `_DEFAULTS` for those it lacks."""
+def _episode_settings(config: Config, options: Mapping[str, int | None]) -> dict[str, int]:
+    """Return the options that are set, else the settings of the run's first evaluator of success, else `_DEFAULTS`.
+
+    Raises:
+        ConfigError: if the last episode has a number above the largest one.
+    """
     nodes = [
         node for node in config.evaluation.evaluators.values() if node and node.get("_target_") == Success._target_
     ]
-    return _DEFAULTS | {name: node[name] for node in nodes[:1] for name in _DEFAULTS if name in node}
+    settings = _DEFAULTS | {name: node[name] for node in nodes[:1] for name in _DEFAULTS if name in node}
+    settings |= {name: number for name, number in options.items() if number is not None}
+    if (end := settings["first_episode"] + settings["episodes"]) > MOST_EPISODES:
+        message = f"is {settings['episodes']} but leads to episode {end - 1}; the last one is {MOST_EPISODES - 1}"
+        raise ConfigError(Violation("episodes", message))
+    return settings
 
 
 class _Policy:

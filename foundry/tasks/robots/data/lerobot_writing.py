@@ -95,17 +95,7 @@ class _Writer:
 
     def add(self, episode: Episode) -> None:
         """Write an episode to the current data file, and with `as_video` its images to a new video."""
-        length, number = len(episode.state), len(self._rows)
-        task = self._tasks.setdefault(episode.task, len(self._tasks))
-        numbers: dict[str, NDArray[Any]] = {
-            STATE_KEY: episode.state,
-            ACTION_KEY: episode.actions,
-            "timestamp": (np.arange(length) / self._fps).astype(np.float32),
-            "frame_index": np.arange(length),
-            "episode_index": np.full(length, number),
-            "index": np.arange(self._frames, self._frames + length),
-            "task_index": np.full(length, task),
-        }
+        numbers = self._numbers(episode)
         columns = {name: _column(values) for name, values in numbers.items()}
         features = {name: _feature(values) for name, values in numbers.items()}
         if episode.images is not None:
@@ -117,8 +107,35 @@ class _Writer:
                 columns[IMAGE_KEY] = pa.array(cells, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))
         self._features = features
         chunk, file = divmod(self._write(pa.table(columns)), self._files_per_chunk)
-        row: dict[str, Any] = {
-            "episode_index": number,
+        row = self._row(episode, chunk, file)
+        stats = {name: _stats(values) for name, values in numbers.items()}
+        if episode.images is not None:
+            stats[IMAGE_KEY] = _picture_stats(episode.images)
+            if self._as_video:
+                row |= self._write_video(episode.images, len(self._rows))
+        row |= {f"stats/{name}/{kind}": value for name, item in stats.items() for kind, value in item.items()}
+        self._rows.append(row)
+        self._frames += len(episode.state)
+
+    def _numbers(self, episode: Episode) -> dict[str, NDArray[Any]]:
+        """Return the columns of the next episode except its images, each with a row per frame."""
+        length, number = len(episode.state), len(self._rows)
+        task = self._tasks.setdefault(episode.task, len(self._tasks))
+        return {
+            STATE_KEY: episode.state,
+            ACTION_KEY: episode.actions,
+            "timestamp": (np.arange(length) / self._fps).astype(np.float32),
+            "frame_index": np.arange(length),
+            "episode_index": np.full(length, number),
+            "index": np.arange(self._frames, self._frames + length),
+            "task_index": np.full(length, task),
+        }
+
+    def _row(self, episode: Episode, chunk: int, file: int) -> dict[str, Any]:
+        """Return the row of the next episode in the table of episodes, without statistics and videos."""
+        length = len(episode.state)
+        return {
+            "episode_index": len(self._rows),
             "tasks": [episode.task],
             "length": length,
             "data/chunk_index": chunk,
@@ -128,14 +145,6 @@ class _Writer:
             "meta/episodes/chunk_index": 0,
             "meta/episodes/file_index": 0,
         }
-        stats = {name: _stats(values) for name, values in numbers.items()}
-        if episode.images is not None:
-            stats[IMAGE_KEY] = _picture_stats(episode.images)
-            if self._as_video:
-                row |= self._write_video(episode.images, number)
-        row |= {f"stats/{name}/{kind}": value for name, item in stats.items() for kind, value in item.items()}
-        self._rows.append(row)
-        self._frames += length
 
     def _write(self, table: pa.Table) -> int:
         """Append a table to the current data file, and return the file's number."""

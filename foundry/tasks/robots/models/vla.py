@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from foundry.config.configured import configured_by
 from foundry.models.compute_dtype import to_compute_dtype
+from foundry.models.decoder.attention import AttentionContext
 from foundry.models.decoder.block import TransformerBlock
 from foundry.models.decoder.norms import RMSNorm
 from foundry.models.decoder.rotary import rotary_table
@@ -50,7 +51,7 @@ class ExpertBlock(TransformerBlock):
         """
         query, own_key, own_value = self.self_attn.project(self.input_layernorm(x), cos, sin)
         keys, values = torch.cat((key, own_key), dim=2), torch.cat((value, own_value), dim=2)
-        return self.add(x, self.self_attn.attend(query, keys, values, mask))
+        return self.add(x, self.self_attn.attend(query, keys, values, AttentionContext(mask=mask)))
 
 
 class VLA(nn.Module):
