@@ -88,7 +88,7 @@ class Attention(nn.Module):
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        if self.q_norm is not None and self.k_norm is not None:  # before the transposition, which they would undo
+        if self.q_norm is not None and self.k_norm is not None:  # their kernel would copy transposed heads
             query, key = self.q_norm(query, self.q_proj.weight), self.k_norm(key, self.k_proj.weight)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
         if token_values is not None:
