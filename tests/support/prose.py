@@ -149,10 +149,10 @@ def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
     while nodes:
         node = nodes.pop()
         yield node
-        in_f_string = isinstance(node, ast.JoinedStr)
+        ignored = ast.Constant if isinstance(node, ast.JoinedStr) else ()
         for value in vars(node).values():
             if isinstance(value, list):
-                nodes += [n for n in value if isinstance(n, ast.AST) and not (in_f_string and isinstance(n, ast.Constant))]
+                nodes += [n for n in value if isinstance(n, ast.AST) and not isinstance(n, ignored)]
             elif isinstance(value, ast.AST):
                 nodes.append(value)
 
