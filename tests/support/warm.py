@@ -19,6 +19,7 @@ from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 
 from foundry.launch import local
+from support.composition import OWN_OPTIONS, share_compositions
 from support.terminal import NOT_PASSED_ON
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -106,7 +107,7 @@ class WarmShell:
             stem.with_suffix(suffix).touch()
         environment = {"FOUNDRY_CACHE": str(self.cache), **self.variables, **(variables or {})}
         start_server()
-        process = CONTEXT.Process(target=_be, args=(module, overrides, self.cwd, stem, environment))
+        process = CONTEXT.Process(target=_be, args=(module, overrides, self.cwd, stem, environment, self.cache))
         process.start()
         return WarmProcess(process, stem)
 
@@ -132,7 +133,7 @@ class WarmShell:
             time.sleep(0.002)
 
 
-def _be(module, overrides, cwd, stem, environment):
+def _be(module, overrides, cwd, stem, environment, cache):
     for number, suffix in ((1, ".out"), (2, ".err")):
         with stem.with_suffix(suffix).open("w") as file:
             os.dup2(file.fileno(), number)
@@ -140,6 +141,8 @@ def _be(module, overrides, cwd, stem, environment):
     for name in [name for name in os.environ if name in NOT_PASSED_ON or name.startswith(("SLURM", "MLFLOW"))]:
         del os.environ[name]
     os.environ |= environment
+    if not any(word.startswith(OWN_OPTIONS) for word in overrides):
+        share_compositions(cache)
     become(module, overrides, cwd, environment.get("PYTHONPATH", ""))
 
 
