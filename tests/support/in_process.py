@@ -207,8 +207,8 @@ def _logging():
                 if handler not in handlers:
                     handler.close()
             logger.handlers[:] = handlers
-            logger.setLevel(level)
-            logger.disabled, logger.propagate = disabled, propagate
+            logger.level, logger.disabled, logger.propagate = level, disabled, propagate
+        logging.root.manager._clear_cache()  # once, since `setLevel` clears the caches of all loggers
 
     return restore
 
