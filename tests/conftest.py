@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.composition import CHOICES
+from support.composition import CHOICES, share_compositions
 from support.drawing import reason_not_to_draw
 from support.examples import selection
 from support.run_once import RunOnce
@@ -78,6 +78,13 @@ def cache(tmp_path_factory, worker_id):
     folder = (own if worker_id == "master" else own.parent) / "cache"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_compositions(cache):
+    """Share the compositions of all test processes, so that the same options are read and merged once."""
+    cache.with_name("compositions").mkdir(exist_ok=True)
+    share_compositions(cache)
 
 
 @pytest.fixture

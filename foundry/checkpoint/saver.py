@@ -190,9 +190,11 @@ class Checkpointer:
         return self.run_dir / CHECKPOINTS / step_name(progress.steps)
 
     def close(self) -> None:
-        """Wait for a pending save in a single process; of several ranks, some may be gone, so do not wait."""
+        """End the background thread; several ranks do not wait for its pending save, since some may be gone."""
         if self._world.world_size == 1:
             self.join()
+        if self._thread is not None:
+            self._thread.shutdown(wait=self._world.world_size == 1)
 
     def roll_back(self) -> dict[str, Any] | None:
         """Restore weights and optimizers from the newest intact checkpoint.

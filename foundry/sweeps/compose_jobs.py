@@ -84,8 +84,8 @@ class _Composer:
         self._repository, error = open_repository(loader, master.hydra.job.config_name, parsed)
         if error is not None:
             raise error
-        self._cache = SweepCache(self._repository)
         self._checked = GroupChecks()
+        self._cache = SweepCache(self._repository, self._checked)
         self._bases: dict[Overrides, bytes] = {}
         self._overrides: dict[str, Override] = {}
 

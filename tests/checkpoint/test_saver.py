@@ -111,6 +111,15 @@ def test_checkpoints_outside_the_retention_policy_are_deleted(tmp_path):
     assert find(tmp_path, "best").name == "step_00000003"
 
 
+def test_close_writes_the_pending_save_and_ends_the_thread(tmp_path):
+    threads = set(threading.enumerate())
+    checkpointer = saver(tmp_path, asynchronous=True)
+    write(tmp_path, 1, Net(1), checkpointer=checkpointer, wait=False)
+    checkpointer.close()
+    assert find(tmp_path).name == "step_00000001"
+    assert set(threading.enumerate()) <= threads
+
+
 @contextmanager
 def mounted(folder, *options):
     """Mount a tmpfs on the folder; skip the test if that fails."""

@@ -104,7 +104,7 @@ def test_http_file_matches_the_local_file(tmp_path):
     (tmp_path / "served" / "a.jsonl").write_text(LINES)
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path / "served"))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/a.jsonl?download=true"
         assert tokens(load(url, tmp_path)) == tokens(load(str(tmp_path / "served" / "a.jsonl"), tmp_path))
         server.shutdown()

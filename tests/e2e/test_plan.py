@@ -49,7 +49,8 @@ def logged(run_dir):
     ],
 )  # fmt: skip
 def test_run_logs_the_planned_schedule_row_by_row(shell, run_command, overrides):
-    overrides = [*overrides, "tracking.log_every_n_steps=1", "tracking.mlflow=false", "evaluation.write_samples=false"]
+    logging = ["tracking.log_every_n_steps=1", "tracking.mlflow=false", "evaluation.write_samples=false"]
+    overrides = [*overrides, "hparams.per_gpu_batch_size=4", *logging]
     run_command(*overrides, "hydra.run.dir=plan", module="foundry.plan")
     shell.run(*overrides, "hydra.run.dir=run")
     planned = rows(shell.cwd / "plan")

@@ -117,17 +117,23 @@ def saved_by_forward(config, microbatch, *, grad_checkpointing):
     return saved.num_bytes + recomputed.num_bytes + others
 
 
-@pytest.mark.parametrize("grad_checkpointing", [False, True])
+MODELS = [
+    ("optimizer=adamw",),
+    ("optimizer=adamw", "precision=pure_bf16", "hparams.z_loss_coefficient=1e-3", "model.tie_embeddings=true"),
+    ("optimizer=adamw", "model=hf_llama", "precision=fp32"),
+    ("hparams=diffusion",),
+    ("hparams=diffusion", "precision=amp_bfloat16"),
+]
+CASES = [(overrides, grad_checkpointing) for overrides in MODELS for grad_checkpointing in (False, True)]
+BY_DEFAULT = [(overrides, index % 2 == 1) for index, overrides in enumerate(MODELS)] + [(MODELS[0], True)]
+
+
 @pytest.mark.parametrize(
-    "overrides",
+    ("overrides", "grad_checkpointing"),
     [
-        ("optimizer=adamw",),
-        ("optimizer=adamw", "precision=pure_bf16", "hparams.z_loss_coefficient=1e-3", "model.tie_embeddings=true"),
-        ("optimizer=adamw", "model=hf_llama", "precision=fp32"),
-        ("hparams=diffusion",),
-        ("hparams=diffusion", "precision=amp_bfloat16"),
+        pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.long, id=f"{' '.join(case[0])}-{case[1]}")
+        for case in CASES
     ],
-    ids=" ".join,
 )
 def test_planned_activations_equal_the_bytes_saved_by_autograd(configure, overrides, grad_checkpointing):
     config = configure(*overrides, f"hparams.grad_checkpointing={grad_checkpointing}", "hparams.per_gpu_batch_size=2")

@@ -1,7 +1,11 @@
 """Composition of foundry's config, as in a notebook."""
 
+import hashlib
+import os
+import pickle
 from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
 
 import hydra
 import pytest
@@ -15,8 +19,44 @@ from foundry.config.composition.hydra_versions import IS_1_3, VERSION_BASE
 from foundry.config.schemas.root import Config, to_config
 from foundry.core.errors import ConfigError
 
-CHOICES = Choices()
+
+class _SharedCompositions(dict):
+    """Compositions in memory and, once a folder is set, in files that all processes of the tests share."""
+
+    folder: Path | None = None
+
+    def __contains__(self, key):
+        if not super().__contains__(key) and self.folder is not None and self._path(key).exists():
+            super().__setitem__(key, pickle.loads(self._path(key).read_bytes()))
+        return super().__contains__(key)
+
+    def __setitem__(self, key, composition):
+        super().__setitem__(key, composition)
+        if self.folder is not None:
+            new = self._path(key).with_suffix(f".{os.getpid()}")
+            new.write_bytes(pickle.dumps(composition))
+            new.rename(self._path(key))
+
+    def _path(self, key):
+        return self.folder / hashlib.sha256(repr(key).encode()).hexdigest()
+
+
+COMPOSITIONS = _SharedCompositions()
+CHOICES = Choices(COMPOSITIONS)
 """Cache of foundry's option files, which no test changes."""
+
+
+OWN_OPTIONS = ("--config-", "-cd", "-cp", "-cn", "hydra.searchpath")
+"""Beginnings of words of a command with options of its own, which may change from one command to the next."""
+
+
+def share_compositions(cache: Path) -> None:
+    """Share the compositions of `CHOICES` with all processes of the tests; `cache` is their cache folder.
+
+    The folder of compositions is beside the cache folder. Nothing is shared if it does not exist.
+    """
+    folder = cache.with_name("compositions")
+    COMPOSITIONS.folder = folder if folder.is_dir() else None
 
 
 def compose(*overrides: str) -> DictConfig:

@@ -31,10 +31,9 @@ from hydra.version import VersionBase
 from foundry.config.composition import compose as composing
 from foundry.config.composition.choices import Choices
 from foundry.run_dir import redact
-from support.composition import CHOICES
+from support.composition import CHOICES, OWN_OPTIONS
 from support.terminal import passed_on
 
-_OWN_OPTIONS = ("--config-", "-cd", "-cp", "-cn", "hydra.searchpath")
 _PATCHED = (
     (utils, "run_and_report"),
     (hydra, "run_job"),
@@ -57,7 +56,7 @@ class Commands:
     def __call__(self, *overrides, module="foundry", code=0, variables=None):
         """Run `python -m <module> <overrides>`, expect an exit code, and return (stdout, stderr)."""
         environment = {**passed_on(), "FOUNDRY_CACHE": str(self.cache), **self.variables, **(variables or {})}
-        choices = Choices() if any(word.startswith(_OWN_OPTIONS) for word in overrides) else CHOICES
+        choices = Choices() if any(word.startswith(OWN_OPTIONS) for word in overrides) else CHOICES
         with _output_file() as stdout, _output_file() as stderr:
             with _captured(stdout, stderr), _process_state(), choices.used():
                 os.environ.clear()
@@ -208,8 +207,8 @@ def _logging():
                 if handler not in handlers:
                     handler.close()
             logger.handlers[:] = handlers
-            logger.setLevel(level)
-            logger.disabled, logger.propagate = disabled, propagate
+            logger.level, logger.disabled, logger.propagate = level, disabled, propagate
+        logging.root.manager._clear_cache()  # once, since `setLevel` clears the caches of all loggers
 
     return restore
 

@@ -60,7 +60,7 @@ class KubeServer:
         self.kubeconfig.write_text(yaml.safe_dump(self._kubeconfig()))
 
     def __enter__(self):
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *error):

@@ -20,6 +20,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from foundry.launch import local
+from support.composition import OWN_OPTIONS, share_compositions
 from support.terminal import NOT_PASSED_ON
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -102,7 +103,7 @@ class WarmShell:
             stem.with_suffix(suffix).touch()
         environment = {"FOUNDRY_CACHE": str(self.cache), **self.variables, **(variables or {})}
         start_server()
-        process = CONTEXT.Process(target=_be, args=(module, overrides, self.cwd, stem, environment))
+        process = CONTEXT.Process(target=_be, args=(module, overrides, self.cwd, stem, environment, self.cache))
         process.start()
         return WarmProcess(process, stem)
 
@@ -128,7 +129,7 @@ class WarmShell:
             time.sleep(0.002)
 
 
-def _be(module, overrides, cwd, stem, environment):
+def _be(module, overrides, cwd, stem, environment, cache):
     for number, suffix in ((1, ".out"), (2, ".err")):
         with stem.with_suffix(suffix).open("w") as file:
             os.dup2(file.fileno(), number)
@@ -136,6 +137,8 @@ def _be(module, overrides, cwd, stem, environment):
     for name in [name for name in os.environ if name in NOT_PASSED_ON or name.startswith(("SLURM", "MLFLOW"))]:
         del os.environ[name]
     os.environ |= environment
+    if not any(word.startswith(OWN_OPTIONS) for word in overrides):
+        share_compositions(cache)
     become(module, overrides, cwd, environment.get("PYTHONPATH", ""))
 
 

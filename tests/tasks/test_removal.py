@@ -18,7 +18,7 @@ from foundry.tasks import BUILT_IN
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WITHOUT = """
-import importlib, json, pkgutil, sys
+import gc, importlib, json, pkgutil, sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +35,7 @@ assert sorted(task.name for task in installed_tasks()) == removed["others"]
 for module in pkgutil.walk_packages(foundry.__path__, "foundry."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
+gc.freeze()
 
 from support.composition import configure
 from support.option_words import FREE, OPTIONS, free_words, has_no_value, words_for
@@ -78,7 +79,7 @@ TASKS = {name: resolve_name(place) for name, place in BUILT_IN.items()}
 
 @pytest.fixture
 def without(task, tmp_path):
-    shutil.copytree(REPOSITORY / "foundry", tmp_path / "foundry", ignore=shutil.ignore_patterns("__pycache__", task))
+    shutil.copytree(REPOSITORY / "foundry", tmp_path / "foundry", ignore=shutil.ignore_patterns(task))
     shutil.copytree(REPOSITORY / "conf", tmp_path / "conf")
     for group, names in TASKS[task].options.items():
         for name in names:

@@ -3,7 +3,7 @@
 import itertools
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -29,11 +29,15 @@ class Choices:
     Reading and merging options takes most of the time of a composition. From the second composition on, options are
     read and merged once for all compositions that choose the same options. Overrides of values are then applied to a
     copy, as Hydra does in its last step. Compositions that choose different options share the option files in memory.
+
+    Args:
+        pickled: mapping that stores the compositions, e.g. one that several processes share; None for a new dict. A key
+            is a tuple of strings, tuples and None with the same `repr` in each process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pickled: MutableMapping[tuple[object, ...], tuple[str, bytes]] | None = None) -> None:
         self._num_composed = 0
-        self._pickled: dict[tuple[object, ...], tuple[str, bytes]] = {}
+        self._pickled = {} if pickled is None else pickled
         self._files: dict[tuple[object, ...], bytes] = {}
         self._repositories: dict[tuple[object, ...], tuple[CachingConfigRepository, Exception | None]] = {}
 

@@ -19,6 +19,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.default_element import InputDefault
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
@@ -325,13 +326,44 @@ def load_unchecked(loader: ConfigLoader, config_name: str | None, overrides: lis
     return composed
 
 
+class OptionRepository(CachingConfigRepository):
+    """Repository of options that reads each file and lists each folder once; files must not change meanwhile."""
+
+    def __init__(self, delegate: IConfigRepository) -> None:
+        super().__init__(delegate)
+        self._kept: dict[tuple[object, ...], Any] = {}
+
+    def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
+        """Replace the folders of options."""
+        super().initialize_sources(config_search_path)
+        self._kept.clear()
+
+    def group_exists(self, config_path: str) -> bool:
+        """Return whether a group exists."""
+        return bool(self._once("group_exists", config_path))
+
+    def config_exists(self, config_path: str) -> bool:
+        """Return whether an option exists."""
+        return bool(self._once("config_exists", config_path))
+
+    def get_group_options(self, group_name: str, results_filter: ObjectType | None = ObjectType.CONFIG) -> list[str]:
+        """Return a new list of the names of a group's options, or of its groups."""
+        return list(self._once("get_group_options", group_name, results_filter))
+
+    def _once(self, method: str, *arguments: object) -> Any:
+        key = (method, *arguments)
+        if key not in self._kept:
+            self._kept[key] = getattr(self.delegate, method)(*arguments)
+        return self._kept[key]
+
+
 def open_repository(
     loader: ConfigLoader, config_name: str | None, overrides: Sequence[Override]
 ) -> tuple[CachingConfigRepository, Exception | None]:
     """Return the repository of options, including `hydra.searchpath`, and the error in that setting or None."""
     names = ("self", "config_name", "parsed_overrides", "repo")
     add_search_path = require(ConfigLoaderImpl, "_process_config_searchpath", *names)
-    repository = CachingConfigRepository(require_loader(loader).repository)
+    repository = OptionRepository(require_loader(loader).repository)
     try:
         add_search_path(loader, config_name, list(overrides), repository)
     except Exception as error:  # any error of Hydra, OmegaConf or a file system about the folder

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.checks.check import check
+from foundry.config.checks.group_checks import GroupChecks
 from foundry.config.checks.targets import runtime_settings
 from foundry.config.composition.base import FIXED_BY_BASE
 from foundry.config.composition.choices import open_repository
@@ -89,17 +90,19 @@ class SweepCache:
 
     Attributes:
         repo: the options of the groups, read once.
+        checked: checks of groups that configurations have in common.
         violations: violations of a configuration, keyed by the overrides that compose it.
     """
 
     repo: IConfigRepository
+    checked: GroupChecks = field(default_factory=GroupChecks)
     violations: dict[tuple[str, ...], list[Violation]] = field(default_factory=dict)
 
     def check(self, config: DictConfig, overrides: list[str]) -> list[Violation]:
         """Return the violations of a configuration, from the cache if the same overrides were checked before."""
         key = tuple(overrides)
         if key not in self.violations:
-            self.violations[key] = check(config)
+            self.violations[key] = check(config, self.checked)
         return self.violations[key]
 
 
