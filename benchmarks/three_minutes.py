@@ -5,9 +5,9 @@
 
 Every side trains on the data of `python -m foundry`, or on a text file, with the same tokenizer and held-out split. A
 run may take `--seconds` from the start of its process to the end of its last optimizer step. Two short runs of each
-side give its start and its time for a step, from which follows the number of steps; the schedule ends with it. A run
-that ends too late is repeated with fewer steps. The learning rate of the peers is the best of `--rates` with HF
-Trainer, on a seed that is not measured.
+side measure its start and its time for a step. They determine the number of steps, and the schedule ends with the last
+step. A run that ends too late is repeated with fewer steps. The learning rate of the peers is the best of `--rates`
+with HF Trainer, on a seed that is not measured.
 """
 
 import argparse
