@@ -144,7 +144,10 @@ def _run_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _row_lengths(notes: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return rows on the sample lengths; empty for data with samples of equal length."""
+    """Return rows on the sample lengths and on padding; empty for data with samples of equal length."""
+    if "padding_train_tokens" in notes:
+        padding, total = notes["padding_train_tokens"], notes["train_tokens"]
+        return [("padding", f"{padding:,} tokens, {padding / (padding + total):.2%} of the training rows")]
     if "row_tokens" not in notes:
         return []
     skipped = [f"{count:,} {kind}" for kind, count in notes["skipped_rows"].items()]

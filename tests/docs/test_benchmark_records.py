@@ -44,6 +44,25 @@ def test_benchmark_pages_match_the_records(load_benchmark):
         assert not record.chart or (page.IMAGES / page.image_name(record)).is_file()
 
 
+def test_three_minutes_repeats_late_runs_with_fewer_steps_and_compares_by_welch(load_benchmark, monkeypatch, tmp_path):
+    benchmark, taken = load_benchmark("three_minutes"), list[int]()
+    track = benchmark.Track(tmp_path, 100.0, (), None)
+
+    def run(self, entry, steps, seed=0, *, is_calibration=False):
+        taken.append(steps)
+        return {"seconds": 10 + steps * (1.0 if is_calibration else 1.1), "loss": 1.0}
+
+    monkeypatch.setattr(benchmark.Track, "run", run)
+    entry = benchmark.Entry("foundry")
+    assert track.choose_steps(entry) == 87  # 10 + 87 x 1.0 is 97 % of 100
+    assert track.run_in_time(entry, 87, 0)["steps"] == 79  # 105.7 s at first
+    assert taken == [5, 25, 87, 79]
+    with pytest.raises(RuntimeError, match=r"^foundry needs 11\.1 s for a step; increase --seconds$"):
+        benchmark.Track(tmp_path, 5.0, (), None).run_in_time(entry, 4, 0)
+    assert benchmark.difference([1.0, 1.2], [2.0, 2.2]) == "-1.0000 ± 0.6085"  # 4.303 x sqrt(0.02), 2 degrees
+    assert benchmark.difference([1.0], [2.0]) == ""
+
+
 def test_robots_page_has_success_rates_of_policy_records(load_benchmark):
     record = load_benchmark("page").read_records()["policies"]
     lines = (ROOT / "docs" / "tasks" / "robots.md").read_text().splitlines()

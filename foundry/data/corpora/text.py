@@ -5,12 +5,13 @@ from dataclasses import asdict
 from typing import Any
 
 from foundry.config.configured import configured_by
+from foundry.config.schemas.data import PackingStrategy, Tokenised
 from foundry.config.schemas.data import StdlibText as StdlibTextSettings
 from foundry.config.schemas.data import TextFiles as TextFilesSettings
-from foundry.config.schemas.data import Tokenised
 from foundry.config.sources import listed_paths
 from foundry.core.errors import ConfigError, Violation
 from foundry.data.corpora.corpus import Corpus, files_corpus, stdlib_corpus
+from foundry.data.corpora.packed_sequences import describe_padding, describe_strategy, mean_tokens, packed_sequences
 from foundry.data.corpora.token_cache import tokenize_corpus
 from foundry.data.corpora.token_sequences import SequencesOfFiles, TokenSequences
 from foundry.data.mixture import describe_sources, describe_weights, mixture_of
@@ -26,7 +27,8 @@ def stdlib_text(settings: StdlibTextSettings, *, seed: int = 0) -> DataSplits:
     Raises:
         ConfigError: the tokenizer does not fit, or a split is shorter than one sample.
     """
-    return text_splits(stdlib_corpus(held_out=settings.held_out), settings)
+    corpus = stdlib_corpus(held_out=settings.held_out)
+    return text_splits(corpus, settings, packing_strategy=settings.packing_strategy)
 
 
 @configured_by(TextFilesSettings)
@@ -40,27 +42,56 @@ def text_files(settings: TextFilesSettings, *, seed: int = 0) -> DataSplits:
             one sample.
     """
     paths = listed_paths(settings.path)
-    return text_splits(files_corpus(settings), settings, paths=paths, weights=settings.weights)
+    return text_splits(
+        files_corpus(settings),
+        settings,
+        paths=paths,
+        weights=settings.weights,
+        packing_strategy=settings.packing_strategy,
+    )
 
 
 def text_splits(
-    corpus: Corpus, settings: Tokenised, *, paths: Sequence[str] = (), weights: Sequence[float] | None = None
+    corpus: Corpus,
+    settings: Tokenised,
+    *,
+    paths: Sequence[str] = (),
+    weights: Sequence[float] | None = None,
+    packing_strategy: PackingStrategy = PackingStrategy.wrapped,
 ) -> DataSplits:
     """Tokenize a corpus and build splits of fixed-length sequences; no training sequence spans two sources.
+
+    Args:
+        corpus: the documents.
+        settings: tokenizer, length of a sequence, and cache folder.
+        paths: path of each source, for messages; empty for a corpus without files.
+        weights: sampling weight of each source; None reads each sample once per epoch.
+        packing_strategy: how documents are put into training sequences.
 
     Raises:
         ConfigError: the tokenizer does not fit, or a split or a source is shorter than one sample.
     """
     tokens, seq_len = tokenize_corpus(corpus, settings), settings.seq_len
-    sources = [TokenSequences(source, seq_len) for source in tokens.train]
+    strategy = describe_strategy(packing_strategy)
+    sources: Sequence[TokenSequences] = [TokenSequences(source, seq_len) for source in tokens.train]
+    if packing_strategy is PackingStrategy.best_fit:
+        sources = packed_sequences(
+            tokens.train,
+            end=tokens.end,
+            seq_len=seq_len,
+            cache_dir=settings.cache_dir,
+            fingerprint=tokens.fingerprint,
+        )
     validation = TokenSequences(tokens.validation, seq_len)
     splits = [(f"training text of {path}", source) for path, source in zip(paths, sources, strict=False)]
     splits = splits if len(sources) > 1 else [("training text", sources[0])]
-    name, shortest = min(*splits, ("validation text", validation), key=lambda split: len(split[1].tokens))
-    if not len(shortest):
+    too_short = [split for split in (*splits, ("validation text", validation)) if not len(split[1])]
+    if too_short:
+        name, shortest = min(too_short, key=lambda split: len(split[1].tokens))
         raise ConfigError(_too_short(name, len(shortest.tokens), seq_len, is_held_out=shortest is validation))
     notes: dict[str, Any] = asdict(tokens.statistics)
     notes["dropped_train_tokens"] = sum(source.dropped_tokens for source in sources)
+    notes |= describe_padding(sources)
     notes["dropped_validation_tokens"] = validation.dropped_tokens
     sizes, mixed = [len(source) for source in sources], describe_weights(weights)
     if len(sources) > 1:
@@ -68,10 +99,11 @@ def text_splits(
     return DataSplits(
         train=sources[0] if len(sources) == 1 else SequencesOfFiles(sources),
         validation=validation,
-        fingerprint=f"{tokens.fingerprint}-{seq_len}{mixed}",
-        content=f"{corpus.content}-{seq_len}{mixed}",
+        fingerprint=f"{tokens.fingerprint}-{seq_len}{mixed}{strategy}",
+        content=f"{corpus.content}-{seq_len}{mixed}{strategy}",
         mixture=mixture_of(sizes, weights),
-        tokens_per_sample=seq_len,
+        tokens_per_sample=mean_tokens(sources),
+        max_tokens=seq_len,
         tokenizer=tokens.tokenizer,
         stop_ids=(tokens.end,),
         notes=notes,

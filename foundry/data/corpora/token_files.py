@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foundry.config.configured import configured_by
-from foundry.config.schemas.data import TokenDtype
+from foundry.config.schemas.data import PackingStrategy, TokenDtype
 from foundry.config.schemas.data import TokenFiles as TokenFilesSettings
 from foundry.config.sources import listed_paths
 from foundry.core.errors import ConfigError, Violation, as_text
 from foundry.data.corpora.corpus import PATH, VALIDATION_PATH, find_corpus_files
+from foundry.data.corpora.packed_sequences import describe_padding, describe_strategy, mean_tokens, packed_sequences
 from foundry.data.corpora.token_sequences import Reordered, SequencesOfFiles
 from foundry.data.corpora.tokenizer import load_tokenizer
 from foundry.data.dataset import Dataset
@@ -104,22 +105,40 @@ def token_files(settings: TokenFilesSettings, *, seed: int = 0) -> DataSplits:
     train_sources, validation_sources = (
         [SequencesOfFiles.of(parts, seq_len) for parts in sources] for sources in (train_parts, validation_parts)
     )
+    if settings.packing_strategy is PackingStrategy.best_fit:
+        assert tokenizer_and_end is not None  # the schema requires a tokenizer
+        train_sources = [
+            SequencesOfFiles(
+                packed_sequences(
+                    parts,
+                    end=tokenizer_and_end[1],
+                    seq_len=seq_len,
+                    cache_dir=settings.cache_dir,
+                    fingerprint=f"{corpus_files.content} {number} {share}",
+                )
+            )
+            for number, parts in enumerate(train_parts)
+        ]
+    sequences = [part for source in train_sources for part in source.parts]
     sizes, mixed = [len(source) for source in train_sources], describe_weights(settings.weights)
+    mixed += describe_strategy(settings.packing_strategy)
     notes: dict[str, Any] = {
         "train_tokens": sum(len(part) for source in train_parts for part in source),
         "validation_tokens": sum(len(part) for source in validation_parts for part in source),
-        "dropped_train_tokens": sum(part.dropped_tokens for source in train_sources for part in source.parts),
+        "dropped_train_tokens": sum(part.dropped_tokens for part in sequences),
         "dropped_validation_tokens": sum(part.dropped_tokens for source in validation_sources for part in source.parts),
     }
+    notes |= describe_padding(sequences)
     if len(train) > 1:
         notes["sources"] = describe_sources(paths, sizes, settings.weights)
     return DataSplits(
-        train=SequencesOfFiles([part for source in train_sources for part in source.parts]),
+        train=SequencesOfFiles(sequences),
         validation=_evenly(validation_sources),
         fingerprint=f"{corpus_files.fingerprint}-{seq_len}{mixed}",
         content=f"{corpus_files.content}-{seq_len}{mixed}",
         mixture=mixture_of(sizes, settings.weights),
-        tokens_per_sample=seq_len,
+        tokens_per_sample=mean_tokens(sequences),
+        max_tokens=seq_len,
         tokenizer=None if tokenizer_and_end is None else tokenizer_and_end[0],
         stop_ids=() if tokenizer_and_end is None else (tokenizer_and_end[1],),
         notes=notes,

@@ -1,6 +1,6 @@
 """Datasets of fixed-length sequences, cut from long arrays of tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,24 +71,34 @@ class SequencesOfFiles(BatchDataset):
         """Return the number of samples."""
         return int(self._ends[-1])
 
+    def num_tokens(self, indices: Sequence[int]) -> int | None:
+        """Return the total tokens of these samples without padding, or None if no sample has padding."""
+        counts = [part.num_tokens(offsets.tolist()) for part, _, offsets in self._by_part(indices)]
+        return None if None in counts else sum(count for count in counts if count is not None)
+
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Return `tokens` and `targets`, (len(indices), seq_len) int64 each.
 
         Raises:
             IndexError: an index is out of range.
         """
+        empty = torch.empty(len(indices), self.parts[0].seq_len, dtype=torch.int64)
+        batch = {"tokens": empty, "targets": empty.clone()}
+        for part, rows, offsets in self._by_part(indices):
+            for name, value in part.batch(offsets.tolist()).items():
+                batch[name][torch.from_numpy(rows)] = value
+        return batch
+
+    def _by_part(self, indices: Sequence[int]) -> Iterator[tuple[TokenSequences, NDArray[np.int64], NDArray[np.int64]]]:
+        """Yield each part that has some of the samples, their places in `indices`, and their indices in the part."""
         samples = np.asarray(indices, dtype=np.int64)
         if len(samples) and (samples.min() < 0 or samples.max() >= len(self)):
             raise IndexError(f"samples {samples.min()} to {samples.max()} of a dataset of {len(self)}")
         part_indices = np.searchsorted(self._ends, samples, side="right")
         offsets = samples - np.concatenate([[0], self._ends])[part_indices]
-        empty = torch.empty(len(samples), self.parts[0].seq_len, dtype=torch.int64)
-        batch = {"tokens": empty, "targets": empty.clone()}
         for part in np.unique(part_indices).tolist():
             rows = np.flatnonzero(part_indices == part)
-            for name, value in self.parts[part].batch(offsets[rows].tolist()).items():
-                batch[name][torch.from_numpy(rows)] = value
-        return batch
+            yield self.parts[part], rows, offsets[rows]
 
 
 class Reordered(BatchDataset):

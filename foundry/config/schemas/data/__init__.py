@@ -13,7 +13,7 @@ from foundry.config.schemas.data.rows import (
     Templated,
     TrainOn,
 )
-from foundry.config.schemas.data.text import StdlibText, Text, TextFiles, TokenDtype, TokenFiles
+from foundry.config.schemas.data.text import PackingStrategy, StdlibText, Text, TextFiles, TokenDtype, TokenFiles
 from foundry.core.moved_modules import find_moved
 
 __getattr__ = find_moved(__name__)
@@ -34,6 +34,7 @@ __all__ = [
     "ImageFolder",
     "OnBadRow",
     "Packable",
+    "PackingStrategy",
     "PictureFit",
     "RowFiles",
     "StdlibText",

@@ -20,9 +20,28 @@ from foundry.config.sources import check_sources
 from foundry.core.errors import Violation
 
 
+class PackingStrategy(Enum):
+    """Method of putting documents into training sequences, with names of TRL and of the literature."""
+
+    wrapped = "wrapped"
+    best_fit = "best_fit"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Text(Tokenised):
-    """Base class of settings for fixed-length token sequences."""
+    """Base class of settings for token sequences that are cut from documents."""
+
+    packing_strategy: PackingStrategy = setting(
+        PackingStrategy.wrapped,
+        "how documents are put into training sequences: wrapped: cut the joined documents every seq_len tokens; "
+        "best_fit: keep each document of up to seq_len tokens in one sequence, divide only longer documents, and pad",
+        since="0.1.0",
+    )
+
+    @property
+    def is_ragged(self) -> bool:  # type: ignore[override] # a property, because padding depends on the strategy
+        """True if training sequences have padding, so that their numbers of tokens differ."""
+        return self.packing_strategy is PackingStrategy.best_fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +116,13 @@ class TokenFiles(Text):
     held_out: float = setting(0.05, "fraction at the end of each file held out for validation", gt=0, lt=1)
 
     def check(self) -> Iterator[Violation]:
-        """Check the paths and their weights.
+        """Check the paths and their weights, and that the end of a document is known if the strategy requires it.
 
         The vocabulary can have any size, because nothing is tokenized.
         """
+        if self.packing_strategy is PackingStrategy.best_fit and self.tokenizer is None:
+            message = (
+                "is best_fit but without data.tokenizer the token that ends a document is unknown; set data.tokenizer"
+            )
+            yield Violation("data.packing_strategy", message)
         yield from check_sources(self.path, self.validation_path, self.weights)
