@@ -3,6 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foundry.models.branches import Branches
 from foundry.models.decoder.norms import HeadNorm
 from foundry.models.decoder.rotary import rotate
 from foundry.models.documents import Documents
@@ -42,7 +43,7 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
         mask: Tensor | DocumentBounds | None = None,
         draws: KeyedDropout | None = None,
-        documents: Documents | None = None,
+        documents: Documents | Branches | None = None,
         *,
         token_values: Tensor | None = None,
     ) -> Tensor:
@@ -80,7 +81,7 @@ class Attention(nn.Module):
         value: Tensor,
         mask: Tensor | DocumentBounds | None = None,
         draws: KeyedDropout | None = None,
-        documents: Documents | None = None,
+        documents: Documents | Branches | None = None,
     ) -> Tensor:
         """Compute the attention output, (batch, queries, hidden_size), of tensors returned by `project`.
 
@@ -92,12 +93,13 @@ class Attention(nn.Module):
                 causal attention within documents, with as many keys as queries. None for causal attention, or for
                 attention to all keys if there are fewer queries than keys.
             draws: dropout masks of the attention weights; None disables dropout.
-            documents: document layout of packed rows.
+            documents: layout of packed rows, or of a row whose sequences share prefixes.
         """
         is_causal = mask is None and query.shape[2] == key.shape[2]  # a single query without mask attends to all keys
         if isinstance(mask, DocumentBounds):
             heads_output = mask.attend(query, key, value)
         elif draws is not None and self.dropout > 0:
+            assert not isinstance(documents, Branches)
             heads_output = attend_with_dropout(
                 query, key, value, mask if documents is None else documents.mask, self.dropout, draws
             )

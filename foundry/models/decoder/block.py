@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foundry.models.branches import Branches
 from foundry.models.decoder.attention import Attention
 from foundry.models.decoder.norms import RMSNorm
 from foundry.models.documents import Documents
@@ -63,7 +64,7 @@ class TransformerBlock(FSDPBlock):
         cache: LayerCache | None = None,
         mask: Tensor | DocumentBounds | None = None,
         draws: KeyedDropout | None = None,
-        documents: Documents | None = None,
+        documents: Documents | Branches | None = None,
         *,
         embedded: Tensor | None = None,
         token_values: Tensor | None = None,
