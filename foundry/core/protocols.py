@@ -33,9 +33,13 @@ numbers; -1 marks padding, a sample that is ignored in sums and counts.
 With packing, the first dimension of some tensors is the packed row instead. `documents` is then the sample index of
 each token, `document_starts`, (entries,) int32, the start of each sample in the flattened rows, and `longest_document`,
 () int64 in host memory, an upper bound of the sample lengths.
+
+If samples share prefixes, there is a single row. `documents` is -1 for the shared tokens, which come first, and
+`prefix_lengths`, (prefixes,), and `branches`, (samples, 2), both int64 in host memory, are the arguments of
+`foundry.models.branches.Branches`.
 """
 
-HOST_ENTRIES = frozenset({"position", "longest_document"})
+HOST_ENTRIES = frozenset({"position", "longest_document", "prefix_lengths", "branches"})
 """Names of the microbatch tensors that stay in host memory, so that reading them does not wait for the device."""
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from foundry.config.configured import configured_by
 from foundry.config.schemas.model import Transformer as TransformerSettings
 from foundry.core.errors import ConfigError
+from foundry.models.branches import Branches
 from foundry.models.decoder.block import TransformerBlock
 from foundry.models.decoder.norms import RMSNorm
 from foundry.models.decoder.rotary import rotary_table
@@ -119,6 +120,7 @@ class Transformer(nn.Module):
         dropout_keys: Tensor | None = None,
         documents: Tensor | None = None,
         document_bounds: DocumentBounds | None = None,
+        branches: Branches | None = None,
     ) -> TokenLogProbs:
         """Return the log-probabilities of the targets.
 
@@ -135,17 +137,25 @@ class Transformer(nn.Module):
             documents: (batch, seq) int64, index of each token's sample in packed rows, -1 for padding; None if row i is
                 sample i.
             document_bounds: bounds of the same documents, for attention without a mask on GPUs.
+            branches: layout of a single row whose sequences share prefixes; excludes documents, cache and dropout.
 
         Raises:
-            ValueError: the sequence is longer than max_seq_len.
+            ValueError: a sequence is longer than max_seq_len.
         """
-        seq_len = tokens.shape[1] + (0 if cache is None else cache.filled)
+        if branches is None:
+            seq_len = tokens.shape[1] + (0 if cache is None else cache.filled)
+        else:
+            assert cache is None
+            assert dropout_keys is None, "sequences with the same prefix would need different dropout masks in it"
+            seq_len = branches.longest
         if seq_len > self.max_seq_len:
             raise ValueError(f"a sequence of {seq_len} tokens exceeds model.max_seq_len={self.max_seq_len}")
         head_dim = self.model.embed_tokens.embedding_dim // self.settings.num_heads
         cos, sin = rotary_table(seq_len, head_dim, self.settings.rope_theta, tokens.device)
         if cache is None:
-            packed = None if documents is None else Documents(documents, document_bounds)
+            packed: Documents | Branches | None = branches
+            if documents is not None:
+                packed = Documents(documents, document_bounds)
             if packed is not None:
                 cos, sin = cos[packed.positions].unsqueeze(1), sin[packed.positions].unsqueeze(1)
             draws = None
@@ -296,7 +306,9 @@ class Transformer(nn.Module):
         return dict(state_dict)
 
 
-def _keyed_dropout(keys: Tensor, documents: Tensor | None, packed: Documents | None, seq_len: int) -> KeyedDropout:
+def _keyed_dropout(
+    keys: Tensor, documents: Tensor | None, packed: Documents | Branches | None, seq_len: int
+) -> KeyedDropout:
     """Return dropout masks keyed by sample, independent of the sample's place in a packed row."""
     if documents is None or packed is None:
         return KeyedDropout(keys[:, None], torch.arange(seq_len, device=keys.device)[None])

@@ -44,13 +44,15 @@ class DocumentBounds:
         starts = torch.stack((rows[:-1], rows[:-1] + padding), dim=1).flatten()
         return cls(torch.cat((starts, rows[-1:])).int(), seq_len)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, key_bounds: "DocumentBounds | None" = None) -> Tensor:
         """Compute causal attention within each document, with memory linear in the number of tokens.
 
         Args:
             query: (batch, heads, seq, head_dim); `has_kernel` must be true for its device, dtype and head_dim.
-            key: (batch, kv heads, seq, head_dim); `heads` must be a multiple of `kv heads`.
+            key: (batch, kv heads, keys, head_dim); `heads` must be a multiple of `kv heads`.
             value: same shape as `key`.
+            key_bounds: bounds of the documents in the keys. A document may have more keys than queries; its queries
+                are then at the last of these positions. None if keys and queries have the same bounds.
 
         Returns:
             (batch, heads, seq, head_dim).
@@ -61,8 +63,8 @@ class DocumentBounds:
             key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
         kernel: Any = torch.nn.attention.varlen.varlen_attn
         flat = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-        bounds = (self.starts, self.starts, self.longest, self.longest)
-        output = kernel(*flat, *bounds, window_size=(-1, 0), **options)
+        keys = self if key_bounds is None else key_bounds
+        output = kernel(*flat, self.starts, keys.starts, self.longest, keys.longest, window_size=(-1, 0), **options)
         result: Tensor = output.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
         return result
 

@@ -146,7 +146,7 @@ class PrefixVLM(Transformer):
         self.stem = PictureStem(settings.image_size, settings.num_images, settings.hidden_size)
         self.init_weights()
 
-    def forward(
+    def forward(  # type: ignore[override] # does not support `branches`, because each sample has its own images
         self,
         tokens: Tensor,
         targets: Tensor | None = None,

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from foundry.core.protocols import Microbatch
+from foundry.models.branches import Branches
 from foundry.models.varlen import DocumentBounds
 
 
 def document_keywords(model: nn.Module, microbatch: Microbatch) -> dict[str, Any]:
-    """Return the keyword arguments that make a model separate the documents of packed rows.
+    """Return the keyword arguments that make a model separate the documents of packed rows, or share their prefixes.
 
     The result is empty if rows are not packed.
 
@@ -23,6 +24,9 @@ def document_keywords(model: nn.Module, microbatch: Microbatch) -> dict[str, Any
     """
     if "documents" not in microbatch:
         return {}
+    if "branches" in microbatch:
+        device = microbatch["documents"].device
+        return {"branches": Branches(microbatch["prefix_lengths"], microbatch["branches"], device)}
     keywords: dict[str, Any] = {"documents": microbatch["documents"].flatten(0, -2)}
     kind: Any = type(model.module if isinstance(model, DistributedDataParallel) else model)
     if "document_starts" in microbatch and _accepts_bounds(kind):

@@ -18,6 +18,7 @@ class Mortal(GRPO):
     """Is killed at its DIE_AT-th microbatch."""
 
     calls = 0
+    shares_prompts = True
 
     def loss(self, model, microbatch):
         Mortal.calls += 1
@@ -107,14 +108,16 @@ def test_grpo_with_tensor_parallelism_matches_one_process(shell):
 @pytest.mark.long
 @pytest.mark.distributed
 def test_grpo_on_ddp_fsdp_and_packed_matches_one_process(shell):
+    """One process repeats each prompt, and all others share it between the completions of a microbatch."""
     two = ["distributed.nproc_per_node=2", "hparams.max_steps=2"]
-    shell.run(*TINY, *OWN_DIGITS, "hparams.max_steps=2", "hydra.run.dir=one")
+    shell.run(*TINY, *OWN_DIGITS, "hparams.max_steps=2", "objective.share_prompts=false", "hydra.run.dir=one")
     one = metrics(shell.cwd / "one")
     assert one[0]["reward"] > 0
     assert one[0]["grad_norm"] > 0
     assert one[0]["mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
     assert one[0]["kl"] == 0.0
-    layouts = {"ddp": ["distributed=ddp", *two], "fsdp": ["distributed=fsdp", *two]}
+    accumulated = ["hparams.max_steps=2", "hparams.per_gpu_batch_size=2", "hparams.grad_checkpointing=true"]
+    layouts = {"accumulated": accumulated, "ddp": ["distributed=ddp", *two], "fsdp": ["distributed=fsdp", *two]}
     layouts |= {"packed": ["hparams.max_steps=2", *PACKED], "fsdp_packed": ["distributed=fsdp", *two, *PACKED]}
     for name, overrides in layouts.items():
         shell.run(*TINY, *OWN_DIGITS, *overrides, f"hydra.run.dir={name}")

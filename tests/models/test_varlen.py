@@ -1,9 +1,5 @@
 """Variable-length attention matches attention with a dense mask; conditions for its kernel."""
 
-from contextlib import contextmanager
-from itertools import pairwise
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.devices import DEVICES, Operations, device_of, waiting_is_an_error
 from support.examples import examples
+from support.varlen_kernel import kernel_on_cpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foundry.data.packing import find_bounds
-from foundry.models import documents as documents_module
-from foundry.models import kv_cache, varlen
+from foundry.models import varlen
 from foundry.models.documents import Documents
 from foundry.models.transformer import Transformer
 from foundry.models.varlen import DocumentBounds, has_kernel
@@ -24,42 +20,6 @@ from foundry.training.step import to_device
 
 CUDA = torch.device("cuda", 0)
 VOCAB, CONTEXT = 40, 24
-
-
-def attend_by_starts(
-    query, key, value, starts, starts_of_keys, longest, longest_of_keys, *, window_size, enable_gqa=False
-):
-    """Compute `varlen_attn` as documented by torch, one document at a time; tensors are (tokens, heads, head_dim)."""
-    assert starts is starts_of_keys
-    assert starts.dtype == torch.int32
-    assert window_size == (-1, 0)
-    assert enable_gqa == (query.shape[1] != key.shape[1])
-    ends = starts.tolist()
-    assert ends[0] == 0
-    assert ends[-1] == len(query) == len(key) == len(value)
-    assert max(end - start for start, end in pairwise(ends)) <= longest == longest_of_keys
-    parts = []
-    for start, end in pairwise(ends):
-        assert end >= start
-        q, k, v = (tensor[start:end].transpose(0, 1) for tensor in (query, key, value))
-        parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=enable_gqa).transpose(0, 1))
-    return torch.cat(parts)
-
-
-@contextmanager
-def kernel_on_cpu():
-    """Replace torch's varlen kernel by `attend_by_starts` in the body; yield the query shapes of its calls."""
-    calls = []
-
-    def count(*args, **options):
-        calls.append(args[0].shape)
-        return attend_by_starts(*args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.attention, "varlen", SimpleNamespace(varlen_attn=count), raising=False)
-        for module in (documents_module, kv_cache):
-            patch.setattr(module, "has_kernel", lambda *kind: True)
-        yield calls
 
 
 def documents_of(rows):

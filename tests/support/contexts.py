@@ -13,7 +13,7 @@ from foundry.parallel.process_group import World
 
 def run_context(*, config=None, world=None, data=None, judge=None, seed=0, per_gpu_batch_size=4, **fields):
     """Return the context of a run in fp32; `world` defaults to a single process."""
-    hparams = SimpleNamespace(seed=seed, per_gpu_batch_size=per_gpu_batch_size)
+    hparams = SimpleNamespace(seed=seed, per_gpu_batch_size=per_gpu_batch_size, torchcompile=False)
     return RunContext(
         config=SimpleNamespace(hparams=hparams) if config is None else config,
         config_hash="",

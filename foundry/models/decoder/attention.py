@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foundry.models.branches import Branches
 from foundry.models.decoder.norms import HeadNorm
 from foundry.models.decoder.rotary import rotate
 from foundry.models.documents import Documents
@@ -23,13 +24,13 @@ class AttentionContext:
             causal attention within documents, with as many keys as queries. None for causal attention, or for attention
             to all keys if there are fewer queries than keys.
         draws: dropout masks of this layer; None disables dropout.
-        documents: document layout of packed rows.
+        documents: layout of packed rows, or of a row whose sequences share prefixes.
     """
 
     cache: LayerCache | None = None
     mask: Tensor | DocumentBounds | None = None
     draws: KeyedDropout | None = None
-    documents: Documents | None = None
+    documents: Documents | Branches | None = None
 
 
 CAUSAL = AttentionContext()
@@ -109,6 +110,7 @@ class Attention(nn.Module):
         if isinstance(mask, DocumentBounds):
             heads_output = mask.attend(query, key, value)
         elif draws is not None and self.dropout > 0:
+            assert not isinstance(documents, Branches)
             heads_output = attend_with_dropout(
                 query, key, value, mask if documents is None else documents.mask, self.dropout, draws
             )

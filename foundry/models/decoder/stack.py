@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from foundry.models.branches import Branches
 from foundry.models.compute_dtype import to_compute_dtype
 from foundry.models.decoder.attention import AttentionContext
 from foundry.models.decoder.norms import RMSNorm
@@ -48,7 +49,7 @@ class Decoder(nn.Module):
         sin: Tensor,
         cache: KVCache | None = None,
         draws: KeyedDropout | None = None,
-        documents: Documents | None = None,
+        documents: Documents | Branches | None = None,
     ) -> Tensor:
         """Map tokens: (batch, seq) int64 to hidden states (batch, seq, hidden_size); cos, sin: (..., seq, head_dim)."""
         x = to_compute_dtype(self.embed_tokens(tokens))

@@ -57,6 +57,10 @@ class RolloutObjective(Objective):
     """Settings of rollouts, a `foundry.tasks.post_training.schemas.rollouts.Rollouts`; the run then calls `record`,
     `prepare` and `example`. None: the objective trains on the samples of the data."""
 
+    shares_prompts: bool = False
+    """Whether `loss` passes `document_keywords` to each model and reads values by completion with `unpack`, so that the
+    completions of a prompt can share its tokens. The class that defines `loss` has to set it."""
+
     @property
     def makes_samples(self) -> bool:  # type: ignore[override] # depends on the settings
         """True if the objective trains on completions of the model."""

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.rollout_parts import make_model, make_objective, make_source, make_student
+from support.updates import check_equal, step
 
 from foundry.data.conversations.examples import Examples, Pairs
 from foundry.data.loader import Loader, held_out_batches
@@ -78,26 +79,6 @@ def small_model(seed=0, **changes):
     torch.manual_seed(seed)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
     return Transformer(vocab_size=VOCAB, max_seq_len=CAPACITY, init_std=0.3, **{**sizes, **changes})
-
-
-def step(model, objective, parts):
-    """Return count, mean loss, metrics and gradients of microbatches."""
-    model.zero_grad()
-    count = sum(map(objective.num_valid, parts))
-    losses = [objective.loss(model, part) for part in parts]
-    loss = torch.stack([part.loss for part in losses]).sum() / count
-    loss.backward()
-    metrics = {name: sum(float(part.metrics[name].sum) for part in losses) / count for name in losses[0].metrics}
-    return count, float(loss.detach()), metrics, [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def check_equal(ours, theirs):
-    assert ours[0] == theirs[0] > 0
-    assert ours[1] == pytest.approx(theirs[1], rel=1e-6, abs=1e-6)
-    assert ours[2] == pytest.approx(theirs[2], rel=1e-5, abs=1e-6)
-    largest = max(1.0, max(gradient.abs().max().item() for gradient in theirs[3]))
-    for one, other in zip(ours[3], theirs[3], strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6 * largest)
 
 
 @pytest.mark.parametrize(("dp_size", "per_gpu", "workers"), [(1, 1, 0), (2, 2, 0), (1, 2, 2)])
@@ -175,13 +156,13 @@ ANSWERS = [
 @pytest.mark.parametrize("updates", [1, 2])
 def test_packed_grpo_matches_unpacked(options, updates):
     reference = make_model(4)
-    settings = {"ref_policy_kl_penalty": 0.3, "updates_per_rollout": updates, **options}
+    settings = {"ref_policy_kl_penalty": 0.3, "updates_per_rollout": updates, "share_prompts": False, **options}
     check_rollouts(make_objective(reference, **settings), [reference])
 
 
 @pytest.mark.parametrize("filtering", [False, True])
 def test_packed_on_policy_distillation_matches_unpacked(filtering):
-    options = {"top_k": 9, "divergence": Divergence.reverse, "overlong_filtering": filtering}
+    options = {"top_k": 9, "divergence": Divergence.reverse, "overlong_filtering": filtering, "share_prompts": False}
     check_rollouts(make_student(make_model(4), updates_per_rollout=2, **options), [])
 
 

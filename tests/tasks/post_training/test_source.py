@@ -10,7 +10,13 @@ from support.rollout_parts import QUESTIONS, Vowels, make_data, make_model, make
 from foundry.core.errors import ConfigError
 from foundry.tasks.post_training.environments.judge import Judge, Judgement
 
-PLAIN = {"generation_temperature": 1.0, "generation_top_k": None, "generation_top_p": 1.0, "ref_policy_kl_penalty": 0.0}
+PLAIN = {
+    "generation_temperature": 1.0,
+    "generation_top_k": None,
+    "generation_top_p": 1.0,
+    "ref_policy_kl_penalty": 0.0,
+    "share_prompts": False,
+}
 
 
 def same(one, other):

@@ -11,7 +11,12 @@ from foundry.core.errors import ConfigError
 from foundry.tasks.post_training.environments.judge import Judge
 from foundry.tasks.post_training.schemas.distillation import Divergence
 
-PLAIN = {"generation_temperature": 1.0, "generation_top_k": None, "generation_top_p": 1.0}
+PLAIN = {
+    "generation_temperature": 1.0,
+    "generation_top_k": None,
+    "generation_top_p": 1.0,
+    "share_prompts": False,
+}
 KINDS = [
     {"divergence": Divergence.forward},
     {"divergence": Divergence.reverse, "temperature": 2.0},

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from foundry.config.configured import configured_by, from_settings
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.protocols import LossSum, Mean, Microbatch
+from foundry.models.branches import takes_branches
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.objectives.next_token import valid_targets
 from foundry.objectives.unpacking import document_keywords
@@ -52,6 +53,11 @@ class Distillation(RolloutObjective):
         s = self.settings
         sizes = {"vocab_size": s.vocab_size, "max_seq_len": s.max_seq_len}
         return {_TEACHER: resolve_teacher(self._folder, s.teacher_which, s.teacher_trust, sizes)}
+
+    @property
+    def shares_prompts(self) -> bool:  # type: ignore[override] # depends on the teacher
+        """True if the teacher supports rows in which the completions of a prompt share its tokens."""
+        return takes_branches(self._teacher)
 
     @property
     def _folder(self) -> Path:

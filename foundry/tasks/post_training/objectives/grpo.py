@@ -42,6 +42,7 @@ class GRPO(RolloutObjective):
     """
 
     reads_log_probs = True
+    shares_prompts = True
     metrics: tuple[str, ...] = from_settings()
 
     @configured_by(GRPOSettings)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -26,6 +27,7 @@ from foundry.parallel.whole_weights import gathered
 from foundry.tasks.post_training.data.prompts import RowNumbers
 from foundry.tasks.post_training.protocols import Rollout, RolloutObjective
 from foundry.tasks.post_training.rollouts.completions import Completion, Completions, complete, place
+from foundry.tasks.post_training.rollouts.shared_prompts import resolve_sharing, share_prompts
 
 _STREAM = "rollout"
 _MAX_UNREWARDED = 3
@@ -39,7 +41,8 @@ class RolloutSource:
     A rollout is generated in chunks of `generation_batch_size` completions; rank r generates chunk r and every
     dp_size-th chunk after it. The content of a chunk and its random numbers do not depend on the number of ranks. All
     ranks receive all completions. Within a window, completions are distributed over ranks and microbatches as in
-    `Loader`, packed or not. Checkpoints between two updates of a rollout contain its tensors.
+    `Loader`, packed or not. If the model supports it, the completions of a prompt in a microbatch share the tokens of
+    the prompt. Checkpoints between two updates of a rollout contain its tensors.
 
     Prompts are read in the global order; every rank reads all prompts of a rollout.
 
@@ -79,7 +82,9 @@ class RolloutSource:
             raise ConfigError(Violation("data", "has no train_prompts for its training samples; choose data=prompts"))
         self._objective, self._settings, self._model, self._frozen = objective, settings, model, frozen
         self._run, self._data, self._judge, self._world = run, data, run.judge, run.world
-        self._per_gpu, self._pack_tokens = run.config.hparams.per_gpu_batch_size, pack_tokens
+        hparams = run.config.hparams
+        self._per_gpu, self._pack_tokens = hparams.per_gpu_batch_size, pack_tokens
+        self._shares_prompts = resolve_sharing(objective, model, is_compiled=hparams.torchcompile)
         self._loader = Loader(
             dataset=RowNumbers(count),
             order=data.order(run.seed),
@@ -260,13 +265,23 @@ class RolloutSource:
 
     def _microbatches(self, first: int, lengths: Tensor) -> list[Microbatch]:
         """Return this rank's microbatches of the completions from `first` on, one completion for each of `lengths`."""
-        options = {"per_gpu_batch_size": self._per_gpu, "dp_rank": self._world.dp_rank, "dp_size": self._world.dp_size}
+        rank, ranks = self._world.dp_rank, self._world.dp_size
         if self._pack_tokens is not None:
             packs = [[first + i for i in pack] for pack in first_fit_decreasing(lengths.numpy(), self._pack_tokens)]
-            return [self._pack_rows(pack_rows) for pack_rows in deal(packs, **options)]
-        rank, ranks = self._world.dp_rank, self._world.dp_size
+            dealt = deal(packs, per_gpu_batch_size=self._per_gpu, dp_rank=rank, dp_size=ranks)
+            return [self._share_prompts(sorted(chain(*rows))) or self._pack_rows(rows) for rows in dealt]
         starts = range(first + rank * self._per_gpu, first + len(lengths), ranks * self._per_gpu)
-        return [self._select(slice(start, start + self._per_gpu)) for start in starts]
+        slices = [slice(start, start + self._per_gpu) for start in starts]
+        all_numbers = range(len(self._samples["length"]))
+        return [self._share_prompts(all_numbers[rows]) or self._select(rows) for rows in slices]
+
+    def _share_prompts(self, numbers: Sequence[int]) -> Microbatch | None:
+        """Return the completions with these row numbers in a row with shared prompts; None if they are not shared."""
+        if not self._shares_prompts or not numbers:
+            return None
+        return share_prompts(
+            self._samples, numbers, self._samples["position"] // self._settings.num_generations_per_prompt
+        )
 
     def _select(self, rows: slice | list[int]) -> Microbatch:
         """Return the completions with these row numbers, padded to the longest of them."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from foundry.config.diagnostics.other_frameworks import own_options
 from foundry.config.schemas.built_in_evaluators import HeldOut
-from foundry.config.setting import setting
+from foundry.config.setting import OnResume, setting
 from foundry.core.errors import Violation
 
 if TYPE_CHECKING:
@@ -41,6 +41,13 @@ class Rollouts:
         1, "pipeline-parallel size of generation; must be 1, the value in NeMo Customizer's configurations", ge=1, le=1
     )
     max_new_tokens: int = setting(256, "maximum length of a completion in tokens", ge=1, le=10**7)
+    share_prompts: bool | None = setting(
+        None,
+        "compute the tokens of a prompt once for all of its completions in a microbatch, with the same gradients; "
+        "null: if the model supports it and is not compiled",
+        on_resume=OnResume.same,
+        since="0.1.0",
+    )
     overlong_filtering: bool = setting(False, "exclude truncated completions from the loss; their rewards still count")
 
     @property
@@ -88,6 +95,9 @@ class Rollouts:
                 "hparams.allow_rounding",
                 f"is true but objective {name} trains on all completions of a step; set it to false",
             )
+        if self.share_prompts and hparams.torchcompile:
+            message = "is true together with hparams.torchcompile, which would compile the model for each microbatch"
+            yield Violation("objective.share_prompts", f"{message}; set one of them to false")
         for key, node in run.evaluation.evaluators.items():
             if isinstance(node, dict) and node.get("_target_") == HeldOut._target_:
                 remedy = "reward" if self.needs_rewards or is_scored else "answers"
