@@ -27,7 +27,7 @@ from default_recipe import mean_and_interval
 from records import Column, Headline, Row, Values, finish, parser
 from scipy.stats import ttest_ind  # type: ignore[import-untyped]
 
-SCRIPT, THREADS, SEARCH_SEED = "three_minutes_sides.py", 2, 1000
+SCRIPT, SEARCH_SEED = "three_minutes_sides.py", 1000
 CALIBRATION = (5, 25)
 """Numbers of steps of the two short runs that determine the start and the time for a step."""
 MARGIN = 0.97
@@ -71,6 +71,7 @@ class Track:
         overrides: overrides of all sides, such as another text.
         nanogpt: folder of a clone of nanoGPT, or None.
         max_steps: limit on the steps of a run, for tests; None for no limit.
+        threads: threads of a run.
     """
 
     folder: Path
@@ -78,6 +79,7 @@ class Track:
     overrides: tuple[str, ...]
     nanogpt: str | None
     max_steps: int | None = None
+    threads: int = 2
 
     def prepare(self) -> Measured:
         """Tokenize the text, before any clock starts; see `three_minutes_sides.prepare`."""
@@ -85,7 +87,8 @@ class Track:
 
     def run(self, entry: Entry, steps: int, seed: int = SEARCH_SEED, *, is_calibration: bool = False) -> Measured:
         """Train an entry and return seconds, tokens, and the held-out loss (of few rows if it is a calibration)."""
-        name = re.sub(r"\W+", "_", f"{entry.side} {' '.join(entry.overrides)} {entry.lr} {steps} {seed}")
+        kind = "calibration" if is_calibration else f"seed {seed}"
+        name = re.sub(r"\W+", "_", f"{entry.side} {' '.join(entry.overrides)} {entry.lr} {steps} {kind}")
         measured = self.folder / name / "measured.json"
         if measured.exists():
             kept: Measured = json.loads(measured.read_text())
@@ -102,7 +105,7 @@ class Track:
             "is_calibration": is_calibration,
             "begin": time.time(),
         }
-        result = run_job(SCRIPT, entry.side, job=job, threads=THREADS)
+        result = run_job(SCRIPT, entry.side, job=job, threads=self.threads)
         if "loss" in result:
             print(f"{name}: {result['seconds']:.1f} s, {result['loss']:.4f} nats per token", flush=True)
         return result
@@ -172,7 +175,7 @@ def main() -> None:
         os.environ["FOUNDRY_CACHE"] = str(folder / "cache")
         track = Track(folder, options.seconds, (*data, *(SMOKE if options.smoke else ())), nanogpt)
         if options.smoke:
-            track = replace(track, seconds=600.0, max_steps=CALIBRATION[1])
+            track = replace(track, seconds=600.0, max_steps=CALIBRATION[1], threads=1)
         prepared = track.prepare()
 
         def bits_per_byte(loss: float) -> float:

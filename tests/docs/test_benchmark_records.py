@@ -54,6 +54,7 @@ def test_three_minutes_repeats_late_runs_with_fewer_steps_and_compares_by_welch(
 
     monkeypatch.setattr(benchmark.Track, "run", run)
     entry = benchmark.Entry("foundry")
+    assert benchmark.Entry("foundry", ("hparams.lr=1",)).name == "foundry, `hparams.lr=1`"
     assert track.choose_steps(entry) == 87  # 10 + 87 x 1.0 is 97 % of 100
     assert track.run_in_time(entry, 87, 0)["steps"] == 79  # 105.7 s at first
     assert taken == [5, 25, 87, 79]

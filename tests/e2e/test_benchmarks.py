@@ -124,13 +124,10 @@ def test_default_recipe_benchmark_trains_and_times_both_recipes(smoke):
 
 @pytest.mark.long
 def test_three_minutes_benchmark_evaluates_all_sides_on_the_same_text_in_time(smoke):
-    rows = smoke("three_minutes", "--seeds", "1", "--rates", "0.01", "--overrides", "hparams.lr=1e-8")
-    untrained = "foundry, `hparams.lr=1e-8`"
-    assert {side for _, side in rows} == {"foundry", untrained} | (peers() - {"accelerate"})
-    bits = {side: values["each"][0] for (_, side), values in rows.items()}
-    assert all(1.0 < value < bits[untrained] - 0.1 for side, value in bits.items() if side != untrained)
-    assert 3.0 < bits[untrained] < 4.0  # a uniform choice of 4,096 tokens of about 3.5 bytes each
+    rows = smoke("three_minutes", "--seeds", "1", "--rates", "0.01")
+    assert {side for _, side in rows} == {"foundry"} | (peers() - {"accelerate"})
     for values in rows.values():
+        assert 1.5 < values["each"][0] < 3.3  # a uniform choice of 4,096 tokens of 3.5 bytes: 12 / 3.5 bits per byte
         assert values["tokens"][0] == values["steps"][0] * 8 * 256
         assert 0 < values["seconds"][0] <= 600
 
