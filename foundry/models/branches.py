@@ -82,7 +82,7 @@ class Branches:
 
     @cached_property
     def _paddings(self) -> tuple["_Padding | None", "_Padding"]:
-        """Padded layouts of the prefixes, or None if all of them are empty, and of the branches."""
+        """Padded layouts of the prefixes and of the branches; None for prefixes if all are empty."""
         has_prefixes = bool(self._prefix_lengths.any())
         of_prefixes = _Padding(self._prefix_lengths, self._device) if has_prefixes else None
         return of_prefixes, _Padding(self._lengths, self._device)
@@ -188,11 +188,11 @@ class _Unpad(torch.autograd.Function):
 
 
 class _Copies:
-    """Copies of tokens whose gradients are added in a fixed order, without the sort of torch's own backward pass.
+    """Copies of tokens whose gradients are added in a fixed order. The backward pass of torch would sort them first.
 
     Args:
         index: (copies,) int64 in host memory, token of each copy; each token has a copy.
-        num_shared: number of tokens that may have several copies; they precede all other tokens.
+        num_shared: number of tokens that may have several copies; they come first.
         device: device of the tokens.
     """
 

@@ -108,7 +108,7 @@ def test_grpo_with_tensor_parallelism_matches_one_process(shell):
 @pytest.mark.long
 @pytest.mark.distributed
 def test_grpo_on_ddp_fsdp_and_packed_matches_one_process(shell):
-    """One process repeats each prompt, and all others share it between the completions of a microbatch."""
+    """The run of one process repeats each prompt; the other runs share it between the completions of a microbatch."""
     two = ["distributed.nproc_per_node=2", "hparams.max_steps=2"]
     shell.run(*TINY, *OWN_DIGITS, "hparams.max_steps=2", "objective.share_prompts=false", "hydra.run.dir=one")
     one = metrics(shell.cwd / "one")

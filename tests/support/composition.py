@@ -47,7 +47,7 @@ CHOICES = Choices(COMPOSITIONS)
 
 
 OWN_OPTIONS = ("--config-", "-cd", "-cp", "-cn", "hydra.searchpath")
-"""Beginnings of words of a command with options of its own, which may change from one command to the next."""
+"""Prefixes of arguments that add option files, which may differ between commands."""
 
 
 def share_compositions(cache: Path) -> None:

@@ -146,7 +146,7 @@ def test_storage_that_cannot_be_used_is_refused(url, message, folder):
 
 
 def test_tables_that_several_commands_create_at_the_same_time_are_used(folder, monkeypatch):
-    """As in PostgreSQL, where all but one of the commands fail, and may fail again."""
+    """PostgreSQL reports an error to every command except the first, possibly several times."""
     failures = iter(["relation exists", "duplicate key"])
     create_all = models.BaseModel.metadata.create_all
 

@@ -19,7 +19,7 @@ class AttentionContext:
     """Keys that a query may attend to, and dropout; by default causal attention within each row, without dropout.
 
     Attributes:
-        cache: keys and values of the preceding tokens, to which those of the new tokens are appended.
+        cache: keys and values of the preceding tokens; attention appends the new tokens to it.
         mask: (batch or 1, 1, queries, keys) bool, true where a query may attend to a key; or document bounds, for
             causal attention within documents, with as many keys as queries. None for causal attention, or for attention
             to all keys if there are fewer queries than keys.
