@@ -142,7 +142,7 @@ class _CudaNorm(torch.autograd.Function):
         return torch.empty_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
 
