@@ -179,7 +179,7 @@ def main() -> None:
         prepared = track.prepare()
 
         def bits_per_byte(loss: float) -> float:
-            return loss * prepared["tokens"] / prepared["bytes"] / math.log(2)
+            return loss * float(prepared["tokens"]) / float(prepared["bytes"]) / math.log(2)
 
         if peers := installed(options.sides):
             rate, note = search_rate(track, peers[0], options.rates, bits_per_byte)

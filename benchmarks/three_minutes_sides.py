@@ -46,7 +46,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
     def __init__(self, job: Job, split: str) -> None:
         self._tokens = np.fromfile(Path(job["data"], f"{split}.bin"), np.uint16)
-        self._length = job["prepared"]["seq_len"]
+        self._length = int(job["prepared"]["seq_len"])
 
     def __len__(self) -> int:
         return (len(self._tokens) - 1) // self._length
@@ -163,7 +163,7 @@ def held_out_loss(loss: SummedLoss, job: Job, window: int) -> float:
         job: content of the job file.
         window: longest context of the model in tokens, a divisor of the row length.
     """
-    rows, length = Rows(job, "val"), job["prepared"]["seq_len"]
+    rows, length = Rows(job, "val"), int(job["prepared"]["seq_len"])
     count = min(CALIBRATION_ROWS, len(rows)) if job["is_calibration"] else len(rows)
     total = 0.0
     with torch.inference_mode():
@@ -222,7 +222,10 @@ def train_lightning(job: Job) -> Measured:
 
         def configure_optimizers(self) -> dict[str, Any]:
             optimizer = torch.optim.AdamW(self.parameters(), lr=job["lr"], **ADAMW)
-            schedule = get_linear_schedule_with_warmup(optimizer, round(WARMUP * job["steps"]), job["steps"])
+            num_warmup = round(WARMUP * job["steps"])
+            schedule = get_linear_schedule_with_warmup(  # type: ignore[no-untyped-call]
+                optimizer, num_warmup, job["steps"]
+            )
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     trainer = lightning.Trainer(
