@@ -47,7 +47,7 @@ CHOICES = Choices(COMPOSITIONS)
 
 
 OWN_OPTIONS = ("--config-", "-cd", "-cp", "-cn", "hydra.searchpath")
-"""Beginnings of words of a command with options of its own, which may change from one command to the next."""
+"""Beginnings of words that add folders of options, whose files may change from one command to the next."""
 
 
 def share_compositions(cache: Path) -> None:
