@@ -321,3 +321,26 @@ def test_private_hydra_apis_are_used_in_three_modules_only():
     package = Path(foundry.__file__).parent
     files = {str(file.relative_to(package)) for file in package.rglob("*.py") if private.search(file.read_text())}
     assert files == {f"config/composition/hydra_{name}.py" for name in ("application", "internals", "versions")}
+
+
+def test_options_are_listed_again_only_after_a_change_of_the_search_path():
+    class Listed:
+        def __init__(self):
+            self.options = ["one"]
+
+        def initialize_sources(self, search_path):
+            pass
+
+        def group_exists(self, config_path):
+            return bool(self.options)
+
+        def get_group_options(self, group, results_filter):
+            return list(self.options)
+
+    repository = internals.OptionRepository(Listed())
+    repository.get_group_options("model").append("changed by the caller")
+    assert repository.group_exists("model")
+    repository.delegate.options = []
+    assert (repository.get_group_options("model"), repository.group_exists("model")) == (["one"], True)
+    repository.initialize_sources(None)
+    assert (repository.get_group_options("model"), repository.group_exists("model")) == ([], False)

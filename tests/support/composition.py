@@ -47,7 +47,7 @@ CHOICES = Choices(COMPOSITIONS)
 
 
 OWN_OPTIONS = ("--config-", "-cd", "-cp", "-cn", "hydra.searchpath")
-"""Prefixes of arguments that add option files, which may differ between commands."""
+"""Prefixes of arguments that add folders of options, which may differ between commands."""
 
 
 def share_compositions(cache: Path) -> None:
