@@ -205,7 +205,7 @@ class _Batch:
         logits: Tensor = self._model(tokens, return_logits=True, **cache, **self._inputs).logits[:, -1]
         if expanded is not None:
             logits = logits[expanded]
-            self._cache.keep(expanded)
+            self._cache.expand(expanded)
         return logits.float()
 
     def _choose(self, logits: Tensor, step: int) -> tuple[list[int], list[float]]:

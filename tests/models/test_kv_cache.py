@@ -84,3 +84,45 @@ def test_training_without_a_cache_reaches_all_weights():
 def test_recurrent_model_has_no_kv_cache():
     config = {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
     assert of_transformers("mamba", config).new_cache(4) is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lengths", [(6, 6), (7, 2, 5)], ids=str)
+@pytest.mark.parametrize("order", ["grouped", "mixed"])
+def test_continuations_share_the_columns_of_their_prompt(model, lengths, order):
+    """Half of the continuations, and in one case all of a prompt, are dropped after three tokens."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
+    longest, padding = max(lengths), torch.tensor([max(lengths) - length for length in lengths])
+    cache = model.new_cache(longest + 6, padding if padding.any() else None)
+    tokens = torch.stack([torch.nn.functional.pad(prompt, (longest - len(prompt), 0)) for prompt in prompts])
+    last_logits(model, tokens, cache=cache)
+    rows = torch.tensor([prompt for prompt in range(len(prompts)) for _ in range(2 + prompt)])
+    if order == "mixed":
+        rows = rows[torch.randperm(len(rows), generator=generator)]
+    cache.expand(rows)
+    sequences = [prompts[row] for row in rows.tolist()]
+    for step in range(6):
+        if step == 3:
+            kept = torch.arange(len(rows))[rows > 0][::2]
+            cache.keep(kept)
+            sequences = [sequences[row] for row in kept.tolist()]
+        drawn = torch.randint(0, VOCAB, (len(sequences), 1), generator=generator)
+        sequences = [torch.cat([sequence, new]) for sequence, new in zip(sequences, drawn, strict=True)]
+        logits = last_logits(model, drawn, cache=cache)
+        expected = torch.cat([last_logits(model, sequence[None]) for sequence in sequences])
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_prompts_are_stored_once_in_float32_and_copied_in_half_precision():
+    model, rows = transformer().eval(), torch.tensor([0] * 5 + [1] * 5)
+    for is_half in (False, True):
+        cache = model.new_cache(8)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_half):
+            last_logits(model, torch.randint(0, VOCAB, (2, 6)), cache=cache)
+            cache.expand(rows)
+            last_logits(model, torch.randint(0, VOCAB, (10, 1)), cache=cache)
+        assert (cache.shared is None) == is_half
+        rows_and_columns = cache.layers[0]._keys.shape[0], cache.layers[0]._keys.shape[2]
+        assert rows_and_columns == (10, 8 if is_half else 2)

@@ -76,6 +76,8 @@ class Attention(nn.Module):
         query, key, value = self.project(x, cos, sin, token_values)
         if context.cache is not None:
             key, value = context.cache.append(key, value)
+            if (heads_output := context.cache.attend_shared(query, key, value)) is not None:
+                return self._project_output(heads_output)
         return self.attend(query, key, value, context)
 
     def project(
@@ -120,5 +122,8 @@ class Attention(nn.Module):
             heads_output = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=is_causal, enable_gqa=self.grouped
             )
+        return self._project_output(heads_output)
+
+    def _project_output(self, heads_output: Tensor) -> Tensor:
         output: Tensor = self.o_proj(heads_output.transpose(1, 2).flatten(-2))
         return output
