@@ -1,8 +1,5 @@
 """Loss over a projection onto the vocabulary that computes gradients tile by tile, without keeping the logits."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from foundry.core.planned_device import planned_device
 from foundry.models.tensor_parallel import VocabularyShard
 
 _CPU_TILE_TOKENS = 256
@@ -22,26 +20,10 @@ gradient. CPUs are fastest with a few hundred tokens.
 _CPU_ROWS = 2048
 """Number of rows of a matrix that a CPU adds at a time."""
 
-_planned_device: ContextVar[str | None] = ContextVar("planned_device", default=None)
-
-
-@contextmanager
-def tiles_for(device_type: str) -> Iterator[None]:
-    """Use another device's default tile size inside the context; results are the same up to rounding.
-
-    Args:
-        device_type: "cuda" or "cpu", device type of the run that is planned on fake tensors.
-    """
-    token = _planned_device.set(device_type)
-    try:
-        yield
-    finally:
-        _planned_device.reset(token)
-
 
 def _tile_tokens(device_type: str, vocab_size: int) -> int:
     """Return the default number of tokens to project at a time, for the planned device if there is one."""
-    is_cpu = (_planned_device.get() or device_type) == "cpu"
+    is_cpu = (planned_device() or device_type) == "cpu"
     return _CPU_TILE_TOKENS if is_cpu else max(1, _TILE_ELEMENTS // vocab_size)
 
 

@@ -1,21 +1,19 @@
 """Bytes that a forward pass keeps for the backward pass, counted on fake tensors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from foundry.core.planned_device import plan_for
 from foundry.core.protocols import Microbatch, Objective
 from foundry.models.fsdp_block import find_blocks
-from foundry.models.projected_loss import tiles_for
 from foundry.parallel.checkpointing import is_saved
 from foundry.planning.live_bytes import LiveBytes
 
@@ -88,8 +86,7 @@ def count_activations(
     fakes = {name: t if name == "position" else mode.from_tensor(t).contiguous() for name, t in microbatch.items()}
 
     def compute_loss() -> Tensor:
-        kernels = _CudaNorms() if device_type == "cuda" else nullcontext()
-        with tiles_for(device_type), kernels, autocast:
+        with plan_for(device_type), autocast:
             return objective.loss(model, fakes).loss
 
     backward = _backward_bytes(compute_loss, model)
@@ -114,37 +111,6 @@ def count_activations(
         backward=backward,
         recomputes=grad_checkpointing,
     )
-
-
-class _CudaNorms(TorchFunctionMode):
-    """Makes root-mean-square norms allocate and save the tensors of CUDA's kernel: its input, and a number per row.
-
-    The operations of a CPU also save several tensors in float32.
-    """
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        norm = _cuda_norm if function in (F.rms_norm, torch.rms_norm) else function
-        return norm(*args, **(kwargs or {}))
-
-
-def _cuda_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
-) -> Tensor:
-    """Return a fake tensor for `torch.nn.functional.rms_norm`, which has the same arguments."""
-    output: Tensor = _CudaNorm.apply(input, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
-    return output
-
-
-class _CudaNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, num_dims: int) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-num_dims], dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
 
 
 class _LastBlockReached(Exception):
