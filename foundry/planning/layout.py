@@ -98,16 +98,21 @@ class Layout:
         """Return the peak bytes of one unit's gradients in its reduction.
 
         Gradients count in the reduction's type and, unless whole gradients are accumulated, again as they were
-        computed.
+        computed. If shards of gradients are accumulated, the reduced shard exists beside the one that it is added to.
 
         Args:
             sync: when gradients are reduced.
             accumulates: whether a window has several microbatches.
             root: whether to count the root too, which is reduced last.
         """
-        is_accumulated = accumulates and sync is not GradientSync.every
         units = self.units if root else self.units[:-1] or self.units
-        return max((unit.reduced() + (0 if is_accumulated else unit.computed()) for unit in units), default=0)
+
+        def others(unit: _Unit) -> int:
+            if not accumulates:
+                return unit.computed()
+            return unit.computed() + unit.reduced() // self.num_shards if sync is GradientSync.every else 0
+
+        return max((unit.reduced() + others(unit) for unit in units), default=0)
 
     def averaging(self) -> int:
         """Return the bytes of the copy of `replicated`'s gradients that is averaged over the ranks; 0 without one."""

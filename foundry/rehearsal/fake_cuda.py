@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from foundry.rehearsal.attention import attention_on_cuda
 from foundry.rehearsal.device_dispatch import DeviceDispatch
 from foundry.rehearsal.machine import Gpu
+from foundry.rehearsal.norms import norms_on_cuda
 
 
 class _Stream:
@@ -212,6 +213,7 @@ def fake_cuda(gpu: Gpu, count: int, dispatch: DeviceDispatch) -> Iterator[None]:
         enter(mock.patch.object(Tensor, "data", property(_get_data, _set_data), create=True))
         enter(mock.patch.object(torch.UntypedStorage, "resize_", resize_counted))
         enter(mock.patch.object(nn.functional, "scaled_dot_product_attention", attend))
+        enter(mock.patch.object(nn.functional, "rms_norm", norms_on_cuda(nn.functional.rms_norm)))
         enter(mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks))
         # torch.tensor(..., device="cuda") becomes a copy from the host, which `dispatch` intercepts.
         torch._C._set_only_lift_cpu_tensors(True)

@@ -369,7 +369,7 @@ def test_plan_of_a_70b_model_matches_hand_computed_sizes(configure):
     assert memory.weights == memory.gradients == 4 * (sharded + norms)
     assert memory.optimizer == 2 * memory.weights
     assert memory.gathered == 4 * root + 2 * 2 * block
-    assert memory.reducing == 2 * 4 * root
+    assert memory.reducing == 2 * 4 * root + 4 * root // 256  # as computed, in fp32, and the reduced shard
     assert memory.activations_estimated > 80 * 8192 * 8192 * 2
     assert memory.note is None
     assert memory.total < 60e9
