@@ -156,7 +156,7 @@ NOT_RECORDS = [
 
 
 @pytest.mark.parametrize("content", NOT_RECORDS)
-def test_objects_that_are_not_records_are_refused_without_a_crash(local, tmp_path, cache, monkeypatch, content):
+def test_objects_that_are_not_records_are_refused_without_a_crash(local, tmp_path, local_copies, monkeypatch, content):
     monkeypatch.setattr(store_module, "MAX_OBJECT_BYTES", 550_000)
     for name in ("lease.json", "run.json", "latest.json", "checkpoints/step_00000001/published.json"):
         local.write(name, content)
@@ -325,12 +325,12 @@ def put_run(store, folder, run, number=1, checkpoint=None):
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
+def local_copies(tmp_path, monkeypatch):
     monkeypatch.setenv("FOUNDRY_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
-def test_local_copy_never_mixes_two_runs_that_were_at_one_url(local, tmp_path, cache):
+def test_local_copy_never_mixes_two_runs_that_were_at_one_url(local, tmp_path, local_copies):
     for run, content, name in (("1", b"old", "result.json"), ("2", b"new", "status.json")):
         (tmp_path / run).mkdir()
         (tmp_path / run / name).write_bytes(content)
@@ -344,12 +344,12 @@ def test_local_copy_never_mixes_two_runs_that_were_at_one_url(local, tmp_path, c
     assert (folder / "checkpoints" / "latest" / "manifest.json").read_bytes() == b"saved again"
     assert (folder / "status.json").read_bytes() == b"newer"
     local.write("latest.json", b"damaged")
-    shutil.rmtree(cache)
+    shutil.rmtree(local_copies)
     fetch_run(local.url, "last")
     assert (folder / "status.json").read_bytes() == b"newer"
 
 
-def test_file_that_the_run_deletes_while_it_is_read_is_read_in_its_new_form(local, tmp_path, cache, monkeypatch):
+def test_file_that_the_run_deletes_while_it_is_read_is_read_in_its_new_form(local, tmp_path, local_copies, monkeypatch):
     status, read = tmp_path / "run" / "status.json", Store.read
     status.parent.mkdir()
     status.write_text("old")
@@ -366,7 +366,7 @@ def test_file_that_the_run_deletes_while_it_is_read_is_read_in_its_new_form(loca
     assert (fetch_run(local.url, None) / "status.json").read_text() == "new"
 
 
-def test_report_reads_the_runs_of_a_store_with_any_names(local, tmp_path, cache, monkeypatch, caplog):
+def test_report_reads_the_runs_of_a_store_with_any_names(local, tmp_path, local_copies, monkeypatch, caplog):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "status.json").write_text("content")
     for name in ("sweep", "sweep/0", "sweep/1"):
@@ -378,7 +378,7 @@ def test_report_reads_the_runs_of_a_store_with_any_names(local, tmp_path, cache,
     folder = fetch_runs(f"{local.url}/sweep")
     assert (folder / "0" / "status.json").read_text() == "content"
     assert "/sweep/1 is damaged: latest.json is incomplete" in caplog.text
-    assert [path.name for path in (cache / "mirrors").iterdir()] == [folder.name]
+    assert [path.name for path in (local_copies / "mirrors").iterdir()] == [folder.name]
     monkeypatch.setattr(Store, "names", lambda self, folder: ["1"])
     assert {path.name for path in fetch_runs(f"{local.url}/sweep").iterdir()} == {".lock", "1"}
 
