@@ -98,7 +98,7 @@ class Layout:
         """Return the peak bytes of one unit's gradients in its reduction.
 
         Gradients count in the reduction's type and, unless whole gradients are accumulated, again as they were
-        computed. If shards of gradients are accumulated, the reduced shard exists beside the one that it is added to.
+        computed. Accumulated shards of gradients are allocated in addition to the shard of the reduction.
 
         Args:
             sync: when gradients are reduced.
