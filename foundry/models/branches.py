@@ -1,8 +1,9 @@
 """Attention and positions for rows whose sequences share prefixes, which are computed once."""
 
 import inspect
+from collections.abc import Callable
 from functools import cache, cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -144,12 +145,12 @@ class _Padding:
 
     def pad(self, tokens: Tensor) -> Tensor:
         """Convert (tokens, heads, head_dim) to (sequences, heads, width, head_dim)."""
-        padded = cast(Tensor, _Pad.apply(tokens, self))  # type: ignore[no-untyped-call]
+        padded = _apply(tokens, self.select_padded, self.select_tokens)
         return padded.view(-1, self.width, *padded.shape[1:]).transpose(1, 2)
 
     def unpad(self, padded: Tensor) -> Tensor:
         """Convert (sequences, heads, width, head_dim) to (tokens, heads, head_dim)."""
-        return cast(Tensor, _Unpad.apply(padded.transpose(1, 2).flatten(0, 1), self))  # type: ignore[no-untyped-call]
+        return _apply(padded.transpose(1, 2).flatten(0, 1), self.select_tokens, self.select_padded)
 
     def select_padded(self, tokens: Tensor) -> Tensor:
         """Copy (tokens, heads, head_dim) to (sequences * width, heads, head_dim), with zeros as padding."""
@@ -159,32 +160,6 @@ class _Padding:
     def select_tokens(self, padded: Tensor) -> Tensor:
         """Copy (sequences * width, heads, head_dim) to (tokens, heads, head_dim), without the padding."""
         return padded.index_select(0, self._places)
-
-
-class _Pad(torch.autograd.Function):
-    """`_Padding.select_padded` with its adjoint, `select_tokens`, as gradient: torch's own would add row by row."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, padding: _Padding) -> Tensor:
-        ctx.padding = padding
-        return padding.select_padded(tokens)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.padding.select_tokens(gradients[0]), None
-
-
-class _Unpad(torch.autograd.Function):
-    """`_Padding.select_tokens` with its adjoint, `select_padded`, as gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, padded: Tensor, padding: _Padding) -> Tensor:
-        ctx.padding = padding
-        return padding.select_tokens(padded)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.padding.select_padded(gradients[0]), None
 
 
 class _Copies:
@@ -207,7 +182,7 @@ class _Copies:
 
     def make(self, tokens: Tensor) -> Tensor:
         """Copy (tokens, heads, head_dim) to (copies, heads, head_dim)."""
-        return cast(Tensor, _Copy.apply(tokens, self))  # type: ignore[no-untyped-call]
+        return _apply(tokens, self.select, self.add)
 
     def select(self, tokens: Tensor) -> Tensor:
         """Return the result of `make`, without a gradient."""
@@ -221,17 +196,24 @@ class _Copies:
         return total
 
 
-class _Copy(torch.autograd.Function):
-    """`_Copies.select` with its adjoint, `add`, as gradient."""
+class _Linear(torch.autograd.Function):
+    """A linear function with its adjoint as gradient. The gradients of torch's indexing would be added row by row."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, copies: _Copies) -> Tensor:
-        ctx.copies = copies
-        return copies.select(tokens)
+    def forward(
+        ctx: Any, tensor: Tensor, function: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.adjoint = adjoint
+        return function(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.copies.add(gradients[0]), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.adjoint(gradients[0]), None, None
+
+
+def _apply(tensor: Tensor, function: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
+    result: Tensor = _Linear.apply(tensor, function, adjoint)  # type: ignore[no-untyped-call]
+    return result
 
 
 def takes_branches(model: nn.Module) -> bool:
