@@ -51,8 +51,10 @@ def test_shared_prefixes_leave_log_probs_and_gradients_unchanged(layout, seed, r
     weights = torch.randn(len(expected), generator=generator)
     ours = torch.autograd.grad((weights * shared).sum(), list(model.parameters()))
     theirs = torch.autograd.grad((weights * expected).sum(), list(model.parameters()))
+    # A token that sees itself only has no gradient of queries and keys, but the rounding errors of larger gradients.
+    rounding = 1e-6 * max(float(gradient.abs().max()) for gradient in theirs)
     for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=max(rounding, 1e-5 * float(other.abs().max())))
 
 
 @given(layout=LAYOUTS, heads=st.sampled_from([(2, 2), (4, 2)]))
