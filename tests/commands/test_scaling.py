@@ -61,6 +61,7 @@ def test_command_recovers_the_law_and_writes_its_files(copied, jobs, capsys):
     assert lines[-1] == f"in {copied}: scaling.json, scaling.png"
 
 
+@pytest.mark.long
 def test_jobs_of_one_length_give_a_law_in_n(copied, capsys):
     for index in range(12):
         if index % 3 != 1:

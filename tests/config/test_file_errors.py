@@ -46,6 +46,7 @@ def refusal(run_command):
     return refused
 
 
+@pytest.mark.long
 def test_file_and_command_line_errors_are_reported_together(refusal):
     words = ["--config-dir", "own", "--config-name", "wrong", "optimizer=adamx", "hparams.leer=3", "GBS=64"]
     lines = refusal(*words, wrong=WRONG)
@@ -74,6 +75,7 @@ def test_errors_in_user_options_name_their_files(refusal):
     ]
 
 
+@pytest.mark.long
 def test_choice_replaced_on_the_command_line_is_not_reported(refusal):
     text = "defaults: [config, {override /scheduler: WSD}, _self_]\nhparams: {seed: x}\n"
     words = ["--config-dir", "own", "--config-name", "own", "scheduler=wsd"]
@@ -133,6 +135,7 @@ def test_invalid_primary_yaml_is_reported_with_its_line(refusal):
     assert without_libyaml(line).startswith("own/broken.yaml: is not valid YAML: line 3: expected ',' or ']'")
 
 
+@pytest.mark.long
 def test_relative_config_path_is_resolved_from_the_current_folder(run_command):
     (run_command.cwd / "own").mkdir()
     (run_command.cwd / "own" / "mine.yaml").write_text("defaults: [config, _self_]\nhparams: {seed: 17}\n")

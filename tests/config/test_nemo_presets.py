@@ -128,6 +128,7 @@ def test_patience_not_shorter_than_the_run_warns(epochs, is_warned, rows, caplog
     assert (warning in caplog.messages) == is_warned
 
 
+@pytest.mark.long
 def test_nemo_sft_preset_trains(rows, tmp_path, caplog):
     words = [word for word in TINY_LM if not word.startswith("objective.")]
     config = configure(*SFT, rows, *words, "data.vocab_size=257", f"data.cache_dir={tmp_path}", "tracking=none")

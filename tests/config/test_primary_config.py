@@ -11,6 +11,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra._internal.utils import create_config_search_path
 from omegaconf import OmegaConf
+from support.examples import some_of
 
 from foundry.config.composition import compose as composing
 from foundry.config.composition.compose import config_dir, install
@@ -39,9 +40,9 @@ def compose_own(folder: Path, name: str, *overrides: str):
         return hydra_compose(name, list(overrides))
 
 
-@pytest.mark.parametrize("text", OWN.values(), ids=OWN.keys())
-def test_custom_primary_config_is_checked(text, tmp_path):
-    (tmp_path / "own.yaml").write_text(text + SEARCHPATH)
+@pytest.mark.parametrize("name", some_of(OWN, "override", "by-hand"))
+def test_custom_primary_config_is_checked(name, tmp_path):
+    (tmp_path / "own.yaml").write_text(OWN[name] + SEARCHPATH)
     assert to_config(compose_own(tmp_path, "own")).hparams.seed in (7, 42)
     for overrides, message in WRONG:
         with pytest.raises(ConfigError) as refused:

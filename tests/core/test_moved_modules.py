@@ -111,6 +111,7 @@ def test_moved_class_is_available_in_its_old_module(monkeypatch):
         errors.Width  # noqa: B018
 
 
+@pytest.mark.long
 def test_python_m_runs_a_module_by_its_old_name():
     start = (
         "import runpy, sys\nfrom foundry.core.moved_modules import MOVED\n"

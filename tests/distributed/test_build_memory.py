@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.composition import configure
+from support.examples import some_of
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,38 +97,30 @@ def build(overrides, *, frozen=False, options=None):
         return block, sum(part.nbytes for part in parts), memory.peak
 
 
-@pytest.mark.parametrize(
-    ("overrides", "frozen", "options"),
-    [
-        pytest.param(["distributed=fsdp"], False, None, id="fsdp"),
-        pytest.param(["distributed=fsdp", "precision=pure_bf16"], False, None, id="bf16", marks=pytest.mark.long),
-        pytest.param(["distributed=fsdp"], True, None, id="frozen"),
-        pytest.param(["distributed=fsdp", "distributed.cpu_offload=true"], False, None, id="offload"),
-        pytest.param(["distributed=hsdp", "distributed.num_replicas=2"], False, None, id="hsdp"),
-        pytest.param(["distributed=fsdp", "distributed.tensor_parallel=2"], False, None, id="divided"),
-        pytest.param(
-            ["distributed=fsdp", "distributed.tensor_parallel=2"],
-            True,
-            None,
-            id="divided, frozen",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(["distributed=ddp", "distributed.shard_optimizer=true"], False, None, id="sharded optimizer"),
-        pytest.param(
-            ["distributed=fsdp"],
-            False,
-            {"grad_checkpointing": True, "torchcompile": True},
-            id="compiled",
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-def test_building_a_sharded_model_holds_at_most_two_whole_units(overrides, frozen, options):
+FSDP, TENSOR_PARALLEL = "distributed=fsdp", "distributed.tensor_parallel=2"
+BUILDS = {
+    "fsdp": ([FSDP], False, None),
+    "bf16": ([FSDP, "precision=pure_bf16"], False, None),
+    "frozen": ([FSDP], True, None),
+    "offload": ([FSDP, "distributed.cpu_offload=true"], False, None),
+    "hsdp": (["distributed=hsdp", "distributed.num_replicas=2"], False, None),
+    "divided": ([FSDP, TENSOR_PARALLEL], False, None),
+    "divided, frozen": ([FSDP, TENSOR_PARALLEL], True, None),
+    "sharded optimizer": (["distributed=ddp", "distributed.shard_optimizer=true"], False, None),
+    "compiled": ([FSDP], False, {"grad_checkpointing": True, "torchcompile": True}),
+}
+"""Arguments of `build` by name."""
+
+
+@pytest.mark.parametrize("name", some_of(BUILDS, "fsdp", "sharded optimizer"))
+def test_building_a_sharded_model_holds_at_most_two_whole_units(name):
+    overrides, frozen, options = BUILDS[name]
     block, shards, peak = build(overrides, frozen=frozen, options=options)
     assert shards < 0.6 * block
     assert block < peak < shards + 2.2 * block
 
 
+@pytest.mark.long
 def test_frames_kept_by_torch_imports_do_not_keep_parameters_alive(monkeypatch):
     """`torch.fx.wrap` keeps the stack frames of the first collective's callers until a full garbage collection."""
     frames, all_reduce = [], dist.all_reduce

@@ -129,6 +129,7 @@ def find_in_small_pieces(world, root, leaders):
         exchange._PIECE_BYTES = size
 
 
+@pytest.mark.long
 def test_disk_without_the_checkpoint_receives_it_if_another_has_all_files(tmp_path):
     run_ranks(save_steps, 2, tmp_path, [0, 1], [1], {})
     run_ranks(find, 2, tmp_path, [0, 1])

@@ -43,6 +43,7 @@ def test_front_curve_is_drawn_from_recorded_metrics(script, tmp_path):
     assert script.curve(loss, held_out).count("<circle") == 1
 
 
+@pytest.mark.long
 def test_errors_of_the_readme_match_the_output_of_its_command(run_command):
     """The two errors concern 400 jobs and 200 jobs of one sweep."""
     (block,) = re.findall(r"^```text\n(\$ foundry -m .*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)

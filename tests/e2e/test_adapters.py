@@ -171,6 +171,7 @@ def test_peft_loads_exported_adapters_and_transformers_the_merged_model(base, ad
     assert config["base_model_name_or_path"] == (str(tmp_path / "base") if kind == "transformers" else None)
 
 
+@pytest.mark.long
 def test_export_writes_a_merged_base_for_adapters_trained_on_adapters(adapted, tmp_path, capsys):
     """For example, adapters are trained by SFT, then other adapters on top of them by DPO."""
     train(on(adapted), tmp_path / "second")

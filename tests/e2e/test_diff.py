@@ -5,6 +5,7 @@ import math
 import shutil
 import tracemalloc
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny import TINY_LM
@@ -87,6 +88,7 @@ def test_diff_finds_the_first_step_with_different_values(tmp_path_factory, value
     assert (found and found[:2]) == next(((step, "own") for step in steps), None)
 
 
+@pytest.mark.long
 def test_diff_of_long_runs_needs_little_memory(tmp_path):
     record = {"loss": 1.0, **{f"metric_{number}": number / 7 for number in range(20)}}
     for side in ("one", "other"):

@@ -64,6 +64,7 @@ def test_composition_prints_no_warning(cold_shell):
     assert stderr == ""
 
 
+@pytest.mark.long
 def test_run_and_its_continuation_print_no_warning(cold_shell, shell):
     _, stderr = cold_shell.run(*TINY, "hydra.run.dir=run")
     assert stderr == ""
@@ -71,6 +72,7 @@ def test_run_and_its_continuation_print_no_warning(cold_shell, shell):
     assert json.loads((shell.cwd / "run" / "result.json").read_text())["step"] == 4
 
 
+@pytest.mark.long
 def test_sweep_of_two_jobs_prints_no_warning(cold_shell):
     stdout, stderr = cold_shell.run("-m", *TINY, "hparams.seed=1,2", "hydra.sweep.dir=sweep")
     assert stderr == ""

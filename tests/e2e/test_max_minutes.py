@@ -55,6 +55,7 @@ def test_max_minutes_stops_the_run_and_a_larger_limit_resumes_it(request, layout
     assert found == whole
 
 
+@pytest.mark.long
 def test_max_minutes_beyond_the_end_of_the_run_has_no_effect(shell):
     shell.run(*RUN, "hparams.max_steps=4", "hparams.max_minutes=60", "hydra.run.dir=run")
     assert read(shell.cwd / "run", "status.json")["reason"] == ""

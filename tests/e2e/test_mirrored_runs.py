@@ -8,6 +8,7 @@ import signal
 import time
 
 import pytest
+from support.examples import some_of
 from support.object_store import BUCKET, CREDENTIALS, environment, s3_server
 
 from foundry.checkpoint.folder import read_manifest
@@ -142,6 +143,7 @@ def test_run_waits_no_longer_for_the_store_than_its_setting(tmp_path, text, run_
     assert any(name.startswith("result.json.") for name in Store(url).sizes("files"))
 
 
+@pytest.mark.long
 def test_interrupted_restoring_is_completed_by_the_next_start(tmp_path, text, run_command, monkeypatch):
     def interrupt(store, choices, run_dir, **options):
         raise KeyboardInterrupt
@@ -186,7 +188,7 @@ def test_full_disk_while_restoring_is_one_line(tmp_path, text, run_command, monk
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("is_latest_damaged", [False, True])
+@pytest.mark.parametrize("is_latest_damaged", some_of([False, True], True))
 def test_damaged_checkpoint_in_the_store_is_not_used_and_replaced(tmp_path, text, run_command, is_latest_damaged):
     command = words(f"file://{tmp_path}/store", "checkpoint.keep_last=3")
     run_command(*command)
@@ -207,6 +209,7 @@ def test_damaged_checkpoint_in_the_store_is_not_used_and_replaced(tmp_path, text
     assert "restored step 12 of the run" in run_command(*command)[1]
 
 
+@pytest.mark.long
 def test_run_does_not_start_if_all_checkpoints_in_the_store_are_damaged(tmp_path, text, run_command):
     command = words(f"file://{tmp_path}/store", "checkpoint.keep_last=1")
     run_command(*command)
@@ -218,6 +221,7 @@ def test_run_does_not_start_if_all_checkpoints_in_the_store_are_damaged(tmp_path
     assert not list_checkpoints(tmp_path / "run")
 
 
+@pytest.mark.long
 def test_checkpoint_that_cannot_be_read_is_not_replaced_from_the_store(tmp_path, text, run_command):
     command = words(f"file://{tmp_path}/store")
     run_command(*command)
@@ -290,6 +294,7 @@ def test_second_process_on_the_same_store_is_refused(tmp_path, text, shell):
     assert f"restored step {steps[0]} of the run" in err
 
 
+@pytest.mark.long
 def test_jobs_of_a_sweep_use_folders_of_the_url(tmp_path, text, run_command):
     url = f"file://{tmp_path}/store"
     command = [*words(url, steps=4, interval=2)[:-2], f"checkpoint.mirror={url}", "hydra.sweep.dir=sweep"]

@@ -34,6 +34,7 @@ def test_mixture_run_resumes_on_more_ranks_and_refuses_other_weights(shell):
     assert losses(shell.cwd / "halves") == pytest.approx(losses(shell.cwd / "whole"), rel=1e-5)
 
 
+@pytest.mark.long
 def test_mixture_run_with_proportional_weights_resumes_bit_for_bit(tmp_path):
     write_text(tmp_path)
     (tmp_path / "more.txt").write_text("".join(f"{n} is more than {n - 1}.\n" for n in range(1000)))

@@ -65,6 +65,7 @@ def evaluations(shell):
     return [line for line in lines if "loss" not in line]
 
 
+@pytest.mark.long
 def test_own_evaluator_without_held_out_loss_selects_the_best_checkpoint(run_command):
     overrides = [
         *TINY_LM,

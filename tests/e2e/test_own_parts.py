@@ -118,6 +118,7 @@ def test_own_scheduler_needs_no_warmup_and_own_data_no_num_workers(run_command, 
     assert {line["lr"] for line in lines if "lr" in line} == {4e-3}
 
 
+@pytest.mark.long
 def test_num_workers_override_of_own_data_needs_a_plus(run_command):
     _, stderr = run(run_command, "data.num_workers=1", code=2)
     assert stderr == "data.num_workers: is not a key of your own data; to add it write +data.num_workers=...\n"

@@ -65,6 +65,7 @@ def test_vlm_run_draws_samples_and_measures_accuracy(finished):
     assert all(0 <= accuracy <= 1 for accuracy in accuracies)
 
 
+@pytest.mark.long
 def test_resumed_vlm_run_ends_with_the_same_weights(settings, finished, tmp_path):
     own = ["evaluation.interval=2 steps", "data.held_out=0.3", "scheduler.horizon='4'"]
     run(settings(*own), tmp_path / "whole")

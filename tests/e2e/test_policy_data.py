@@ -89,6 +89,7 @@ def test_restore_refuses_statistics_behind_a_symlink(copied, tmp_path):
         restore(copied, "last", ema=True, trust=True)
 
 
+@pytest.mark.long
 def test_eval_on_other_episodes_normalizes_by_the_statistics_of_the_run(tmp_path):
     """Shifted actions have a high loss only if the statistics of the run, not their own, normalize them."""
     for name in ("own", "shifted"):

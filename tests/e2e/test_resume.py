@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.examples import some_of
 from support.in_process import Commands
 from support.outcome import losses, outcome, status
 from support.small_text import RUN, SMALL, write_text
@@ -396,9 +397,7 @@ def test_run_without_checkpoints_starts_from_scratch(shell, go):
     assert "finished run" in go(*overrides)[1]
 
 
-@pytest.mark.parametrize(
-    "kind", [*list(CORRUPTIONS)[:2], *(pytest.param(kind, marks=pytest.mark.long) for kind in list(CORRUPTIONS)[2:])]
-)
+@pytest.mark.parametrize("kind", some_of(CORRUPTIONS, next(iter(CORRUPTIONS))))
 def test_resume_skips_a_corrupt_checkpoint_and_names_it(broken_off, go, finished, kind):
     name, corrupt = CORRUPTIONS[kind]
     newest, before = list_checkpoints(broken_off)[:2]

@@ -62,6 +62,7 @@ def files(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if "__pycache__" not in path.parts)
 
 
+@pytest.mark.long
 def test_commands_in_one_process_print_the_output_of_cold_processes(run_command, cold_shell):
     assert answers(run_command, run_command.cwd, LIGHT) == answers(cold_shell.run, cold_shell.cwd, LIGHT)
 

@@ -173,6 +173,7 @@ def test_invalid_search_is_refused_before_any_job_starts(run_command, overrides,
     assert list(run_command.cwd.iterdir()) == []
 
 
+@pytest.mark.long
 def test_search_without_optuna_names_the_install_command(cold_shell):
     shell = cold_shell
     (shell.cwd / "without").mkdir()

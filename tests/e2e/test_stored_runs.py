@@ -72,6 +72,7 @@ def numbered_interval(folder, interval):
     rewrite_manifest(checkpoint, config=recorded)
 
 
+@pytest.mark.long
 def test_stored_run_with_torchcompile_auto_continues_without_compiling(run_command, stored):
     config = stored / "config.yaml"
     config.write_text(config.read_text().replace("torchcompile: false", "torchcompile: auto"))
@@ -92,6 +93,7 @@ def evaluated(folder):
     return [record["step"] for record in records(folder) if "val_loss" in record]
 
 
+@pytest.mark.long
 def test_stored_run_with_a_numeric_evaluation_interval_needs_epoch_steps(run_command, stored):
     numbered_interval(stored, 5)
     assert load_config(stored).evaluation.interval == "5 epoch_steps"  # sweep jobs read their settings this way

@@ -78,6 +78,7 @@ def test_teacher_with_another_tokenizer_is_refused_before_training(taught, cache
     assert "trained with another tokenizer than the run's" in stderr
 
 
+@pytest.mark.long
 def test_plan_counts_the_memory_of_the_teacher(taught, cache):
     shell, data = taught
     Commands(shell.cwd, cache)(*data, *STUDENT, "hydra.run.dir=plan", module="foundry.plan")

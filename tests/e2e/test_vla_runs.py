@@ -72,6 +72,7 @@ def weights(run_dir):
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # not a mapping
 
 
+@pytest.mark.long
 def test_vla_backbone_init_from_a_run_takes_its_weights_and_tokenizer(settings, vlm, tmp_path):
     config = settings(
         f"model.backbone.init_from={vlm}", "hparams.lr=1e-30", "scheduler.min_lr=0", "hparams.max_steps=1"
@@ -100,6 +101,7 @@ def as_file(vlm, folder, change=None):
     return folder / "model.safetensors"
 
 
+@pytest.mark.long
 def test_vla_backbone_init_from_a_file_takes_its_weights_and_tokenizer(settings, vlm, tmp_path):
     file = as_file(vlm, tmp_path / "file")
     config = settings(f"model.backbone.init_from={file}", "data.vocab_size=290", "hparams.max_steps=1")
@@ -216,6 +218,7 @@ def test_sample_refuses_a_policy_run(finished):
         sample(SampleOptions(run=str(finished), trust=True))
 
 
+@pytest.mark.long
 def test_model_base_loads_all_weights_of_a_vla_policy(finished, folder, tmp_path):
     own = [word for word in SMALL if not word.startswith("model.")]
     words = [*own, "model=base", f"model.path={finished}", f"data.cache_dir={folder / 'cache'}"]

@@ -71,6 +71,7 @@ def test_changed_text_changes_data_identity_and_plan(folder):
     assert found[0].startswith("data: content ")
 
 
+@pytest.mark.long
 def test_recorded_plan_equals_the_plan_of_the_command(run_command, folder):
     run_command.cwd = folder
     words = RECORDED["adamw_inverse_square_root_float16_fsdp"]["overrides"]

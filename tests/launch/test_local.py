@@ -52,6 +52,7 @@ def test_run_local_returns_the_result_of_rank_zero_without_other_output(capfd, m
     assert err == ""
 
 
+@pytest.mark.long
 def test_worker_failed_names_the_rank_that_failed_first(capfd):
     with pytest.raises(WorkerFailed) as caught:
         run_local(2, fail_on_rank_one)

@@ -80,6 +80,7 @@ def test_submitit_local_tasks_are_ranks(tmp_path, monkeypatch):
     assert ranks[0][2] == ranks[1][2], "they meet at one port"
 
 
+@pytest.mark.long
 def test_second_ctrl_c_kills_the_tasks_of_submitit_local(tmp_path, monkeypatch):
     def work(run_dir):
         import os

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.examples import examples
 from torch.nn.functional import log_softmax
 
 from foundry.models.pretrained.huggingface import HuggingFaceCausalLM
@@ -60,7 +61,7 @@ DROPOUT = {"hidden_dropout": 0.3, "attention_dropout": 0.2}
 
 
 @pytest.mark.parametrize("options", [{}, {"sft_average_log_probs": True}, {"z_loss_coefficient": 0.1}, DROPOUT])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(cuts=st.sets(st.integers(1, 7)), seed=st.integers(0, 50))
 def test_sft_loss_and_gradients_do_not_depend_on_microbatches(options, cuts, seed):
     model = make_model(**(options if options is DROPOUT else {})).double()

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.composition import EQUAL_RATES, configure
-from support.examples import examples
+from support.examples import examples, long_case
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -241,8 +241,8 @@ def test_fp32_newton_schulz_does_not_amplify_rounding_errors(pair):
     [
         ("fp32", torch.float32),
         ("amp_bfloat16", torch.bfloat16),
-        ("pure_bf16", torch.bfloat16),
-        ("amp_float16", torch.float32),
+        long_case("pure_bf16", torch.bfloat16),
+        long_case("amp_float16", torch.float32),
     ],
 )
 def test_ns_dtype_follows_precision_unless_set(mode, dtype):

@@ -112,6 +112,7 @@ def test_dpo_run_matches_a_plain_loop_for_twenty_steps(folder, tmp_path, sft_wei
     assert differences(model.state_dict(), weights(config, tmp_path))[0] < 1e-4
 
 
+@pytest.mark.long
 def test_dpo_reference_of_an_adapter_run_is_the_base_model(folder, tmp_path):
     lines = {}
     for reference in ("auto", "cached", "copy"):

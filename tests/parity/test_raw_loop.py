@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.examples import some_of
+from support.examples import long_case, some_of
 
 from foundry.data.order import GlobalOrder
 from foundry.engine.train import train
@@ -84,7 +84,7 @@ def policy_loss(model, batch, positions):
 
 
 @pytest.mark.parametrize(
-    ("task", "loss_of"), [("lm", language_model_loss), ("diffusion", diffusion_loss), ("policy", policy_loss)]
+    ("task", "loss_of"), [("lm", language_model_loss), long_case("diffusion", diffusion_loss), ("policy", policy_loss)]
 )
 @pytest.mark.parametrize("per_gpu_batch_size", some_of([16, 4], 4))
 def test_fifty_steps_match_a_plain_pytorch_loop(configure, tmp_path, task, loss_of, per_gpu_batch_size):

@@ -41,6 +41,7 @@ def test_activations_scale_linearly_with_the_number_of_samples(configure, overri
     assert memory(config, microbatch=batch).activations_estimated == pytest.approx(counted, rel=1e-6)
 
 
+@pytest.mark.long
 def test_plan_supports_a_microbatch_larger_than_memory(configure):
     config = configure(
         *SMALL, "model.num_layers=4", "hparams.per_gpu_batch_size=1_000_000", "hparams.global_batch_size=1_000_000"

@@ -131,7 +131,7 @@ CHECKPOINTING = "hparams.grad_checkpointing=true"
     ("overrides", "microbatches", "moment"),
     [
         pytest.param([], 1, "forward", id="plain"),
-        pytest.param([CHECKPOINTING], 1, "backward", id="checkpointed"),
+        pytest.param([CHECKPOINTING], 1, "backward", id="checkpointed", marks=pytest.mark.long),
         pytest.param([], 2, "forward", id="accumulated", marks=pytest.mark.long),
         pytest.param([CHECKPOINTING], 2, "forward", id="checkpointed and accumulated", marks=pytest.mark.long),
         pytest.param(

@@ -35,6 +35,7 @@ def kernels(found):
     }
 
 
+@pytest.mark.long
 def test_packed_step_runs_one_kernel_per_layer_without_host_waits(rehearsed):
     found = packed(rehearsed, TOKENS)
     assert kernels(found) == {("step 1", "varlen"): LAYERS, ("step 2", "varlen"): LAYERS}

@@ -63,8 +63,8 @@ ROWS, UNSAVED = "optimizer.row_variance=true", "checkpoint=none"
 CASES = {
     "one_gpu": Case(1, (ADAMW,), runs_by_default=True),
     "fsdp_256": Case(256, (ADAMW, FSDP2), microbatches=2, runs_by_default=True),
-    "fsdp_muon": Case(8, (MUON, FSDP2, UNSAVED), owner_batches=1, runs_by_default=True),
-    "ddp": Case(8, (ADAMW, *DDP_DEFERRED, UNSAVED), runs_by_default=True),
+    "fsdp_muon": Case(8, (MUON, FSDP2, UNSAVED), owner_batches=1),
+    "ddp": Case(8, (ADAMW, *DDP_DEFERRED, UNSAVED)),
     "fsdp_muon_rows": Case(8, (MUON, ROWS, FSDP2, UNSAVED), owner_batches=1, normalizes_rows=True),
     "one_gpu_muon": Case(1, (MUON, UNSAVED), microbatches=2),
     "one_gpu_sgd": Case(1, (SGD, UNSAVED)),

@@ -11,7 +11,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.examples import examples
+from support.examples import examples, some_of
 from support.object_store import store_url
 
 from foundry.run_dir.mirror import lease as lease_module
@@ -391,7 +391,7 @@ def damaged(store, part, how):
         store.write(part.object, content[:-1] if how == "truncated" else b"?" + content[1:])
 
 
-@pytest.mark.parametrize("how", ["missing", "truncated", "changed"])
+@pytest.mark.parametrize("how", some_of(["missing", "truncated", "changed"], "changed"))
 def test_damaged_objects_are_not_restored(store, tmp_path, how):
     run, again = tmp_path / "run", tmp_path / "again"
     run.mkdir()

@@ -31,6 +31,7 @@ def installed(tmp_path, cache, site):
     return shell
 
 
+@pytest.mark.long
 def test_external_task_trains_plots_and_evaluates_while_installed(installed):
     out, _ = installed.run("experiment=waves", "hydra.run.dir=run", "tracking.mlflow=false")
     assert str(installed.cwd / "run/plots/error.png") in out

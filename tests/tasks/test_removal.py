@@ -10,7 +10,6 @@ from pkgutil import resolve_name
 
 import pytest
 from support.composition import configure
-from support.examples import some_of
 from support.terminal import passed_on
 
 from foundry.config.record.frozen import save_config
@@ -90,7 +89,8 @@ def without(task, tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("task", some_of(BUILT_IN, "robots"))
+@pytest.mark.long
+@pytest.mark.parametrize("task", BUILT_IN)
 def test_foundry_works_without_a_task(task, without, cache):
     """Import every module, compose every option, train two steps, and expect a recorded run to be refused."""
     removed = {"options": TASKS[task].options, "others": sorted(name for name in BUILT_IN if name != task)}

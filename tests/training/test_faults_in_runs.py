@@ -89,6 +89,7 @@ def test_throughput_after_a_rollback_counts_from_the_checkpoint(configure, tmp_p
     assert all(0 < rate <= 8 for rate in rates(tmp_path / "run").values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("every", some_of([1, 5], 5))
 def test_throughput_after_a_resume_counts_from_the_checkpoint(configure, tmp_path, ticks, every):
     logged = f"tracking.log_every_n_steps={every}"

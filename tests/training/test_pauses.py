@@ -80,6 +80,7 @@ def undisturbed(tmp_path_factory):
     return {name: outcome(folder / name) for name in VARIANTS}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_paused_run_continues_as_if_it_had_not_paused(variant, undisturbed, tmp_path_factory):
     last = undisturbed[variant][2]["step"]

@@ -64,6 +64,7 @@ def test_stop_signal_does_not_cost_an_answer_its_reward(signum):
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.long
 def test_environment_process_survives_a_signal_during_its_start(monkeypatch):
     send = Worker._send
 
@@ -77,6 +78,7 @@ def test_environment_process_survives_a_signal_during_its_start(monkeypatch):
     worker.close()
 
 
+@pytest.mark.long
 def test_child_processes_of_an_environment_end_on_sigterm():
     worker = started(Ending)
     assert worker.score([Answer("a")]) == [{"program": -signal.SIGTERM, "fork": -signal.SIGTERM}]

@@ -173,6 +173,7 @@ def test_pending_records_decide_the_metric_names_of_a_new_run(events, black_hole
     assert json.loads((events.run_dir / "mlflow.json").read_text())["metric_names"] == "flat"
 
 
+@pytest.mark.long
 def test_mlflow_environment_variables_choose_experiment_and_run(events, with_database, monkeypatch):
     uri = tracking_uri()
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "of the environment")
