@@ -143,6 +143,20 @@ SMOKE = Case(
 )
 
 
+def flops_per_token(shape: Shape) -> float:
+    """Return the FLOPs per token of a forward and backward pass, as foundry counts them.
+
+    They are 6 N + 12 L H Q T (PaLM, Chowdhery et al., 2022, appendix B), without recomputation.
+    """
+    import torch
+
+    from foundry.models.transformer import Transformer
+
+    with torch.device("meta"):
+        model = Transformer(**vars(shape))
+    return model.flops_per_sample(shape.max_seq_len) / shape.max_seq_len
+
+
 def comparison_parser(description: str | None, *, cases: Sequence[str], steps: int) -> argparse.ArgumentParser:
     """Build the parser of the arguments for cases, sides, steps, rounds and threads.
 
@@ -161,12 +175,16 @@ def comparison_parser(description: str | None, *, cases: Sequence[str], steps: i
     return cli
 
 
+def chosen_cases(options: argparse.Namespace) -> dict[str, Case]:
+    """Return the cases by name; `options` come from `comparison_parser`."""
+    if options.smoke:
+        return {"smoke": SMOKE}
+    return {name: replace(CASES[name], steps=options.steps) for name in options.cases}
+
+
 def train_chosen(options: argparse.Namespace) -> dict[str, dict[str, list[Measured]]]:
     """Return the measurements of each run, by case and side; `options` come from `comparison_parser`."""
-    cases = {name: replace(CASES[name], steps=options.steps) for name in options.cases}
-    rounds = options.rounds
-    if options.smoke:
-        cases, rounds = {"smoke": SMOKE}, 1
+    cases, rounds = chosen_cases(options), 1 if options.smoke else options.rounds
     with tempfile.TemporaryDirectory() as folder:
         os.environ["FOUNDRY_CACHE"] = str(Path(folder, "cache"))
         return train_sides(cases, options.sides, folder=Path(folder), rounds=rounds, threads=options.threads)

@@ -20,11 +20,10 @@ from statistics import median
 
 import torch
 from comparison import PEERS, Measured, default_threads, in_turn, installed, losses_apart, run_job, speeds, title
-from language_model import OWN, SCRIPT, SMOKE, Case, Shape, write_weights
+from language_model import OWN, SCRIPT, SMOKE, Case, Shape, flops_per_token, write_weights
 from records import Column, Headline, Row, Values, finish, parser
 
 from foundry.config.schemas.precision import PrecisionMode
-from foundry.models.transformer import Transformer
 from foundry.training.throughput import peak_flops
 
 _LLAMA = {"vocab_size": 128_256, "max_seq_len": 4096}
@@ -62,13 +61,6 @@ COLUMNS = [
     Column(key="apart", heading="losses apart", format=".1e"),
 ]
 TOO_LARGE = "out of memory"
-
-
-def flops_per_token(shape: Shape) -> float:
-    """Return the FLOPs per token of a forward and backward pass, as foundry counts them."""
-    with torch.device("meta"):
-        model = Transformer(**vars(shape))
-    return model.flops_per_sample(shape.max_seq_len) / shape.max_seq_len
 
 
 def measure(case: Case, side: str, weights: Path | None, folder: Path, threads: int) -> Measured:
