@@ -122,15 +122,13 @@ def continue_text(
     stop_ids = list(data.stop_ids) or special
     size = getattr(getattr(model, "module", model), "image_size", None)
     if prompt is None and prompts is None and image is None and chat and data.prompts:
-        data_prompts = data.prompts[: _SHOWN if size is None else _PICTURES_SHOWN]
-        inputs = [_Input(list(item.tokens), item.turn, item.answer, item.images) for item in data_prompts]
+        shown = data.prompts[: _SHOWN if size is None else _PICTURES_SHOWN]
+        inputs = [_Input(list(item.tokens), item.turn, item.answer, item.images) for item in shown]
     else:
         if image is None and size is not None:
             raise ConfigError(Violation("image", "has no value, but the model requires an image; give image=FILE"))
-        seen = None if image is None else image.unsqueeze(0)
-        # An empty prompt becomes the stop token: in training, each document follows the stop token of another.
         texts = _resolve_prompts(prompt, prompts, data, chat=chat)
-        inputs = [_Input(_encode(data, text, chat=chat) or stop_ids[:1], images=seen) for text in texts]
+        inputs = _encode(texts, data, image, stop_ids, chat=chat)
     encoded = [item.tokens for item in inputs]
     if not all(encoded):
         message = "has a text that the tokenizer encodes to no tokens; give another text"
@@ -200,12 +198,22 @@ def _resolve_prompts(prompt: str | None, prompts: Sequence[str] | None, data: An
     return prompts
 
 
-def _encode(data: Any, text: str, *, chat: bool) -> list[int]:
+def _encode(
+    texts: Sequence[str], data: Any, image: Tensor | None, stop_ids: Sequence[int], *, chat: bool
+) -> list[_Input]:
+    """Return the inputs of texts, each with the image.
+
+    An empty text becomes the first stop token: in training, each document follows the stop token of another.
+
+    Raises:
+        ConfigError: the chat template rejects a text.
+    """
+    images = None if image is None else image.unsqueeze(0)
     try:
-        tokens: list[int] = data.encode_prompt(text, as_chat=chat)
+        encoded = [data.encode_prompt(text, as_chat=chat) or list(stop_ids[:1]) for text in texts]
     except ValueError as error:
         raise ConfigError(Violation("prompt", str(error))) from None
-    return tokens
+    return [_Input(tokens, images=images) for tokens in encoded]
 
 
 def _ids(tokenizer: Any, stop: Sequence[str]) -> list[int]:
