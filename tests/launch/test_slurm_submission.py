@@ -18,6 +18,7 @@ from foundry.launch.slurm import open_submission
 from foundry.launch.slurm.end import Submission
 from foundry.launch.slurm.launcher import SlurmLauncher
 from foundry.launch.slurm.open_submission import OpenSubmission
+from foundry.launch.slurm.queue import is_submitting
 from foundry.run_dir.names import OPEN_SUBMISSION, SUBMISSION
 
 ACCEPT = 'echo "31 $2" >> queue'
@@ -92,8 +93,8 @@ def sweep(tmp_path, slurm):
     return start
 
 
-def submit_in_killed_process(sweep, *arguments):
-    """Submit the jobs in a process that `sbatch` kills."""
+def submit_in_killed_process(sweep, *arguments, sbatch_ends=True):
+    """Submit the jobs in a process that `sbatch` kills, and wait for the end of `sbatch` if it ends by itself."""
     if (process := os.fork()) == 0:
         try:
             launcher, jobs = sweep(*arguments)
@@ -101,6 +102,10 @@ def submit_in_killed_process(sweep, *arguments):
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+    scripts = list(sweep(*arguments)[1][0].run_dir.parent.rglob("*.sh"))
+    assert scripts
+    while sbatch_ends and any(map(is_submitting, scripts)):
+        time.sleep(0.001)
 
 
 def assert_submitted(jobs, ids):
@@ -200,7 +205,7 @@ def test_jobs_that_slurm_has_not_received_are_submitted_when_they_cannot_arrive_
 def test_sbatch_that_outlives_its_command_is_awaited(sweep, slurm, monkeypatch):
     monkeypatch.setattr(open_submission, "_ARRIVAL_SECONDS", 0.0)
     slurm.write("sbatch", f"kill -9 $PPID; until [ -e go ]; do sleep 0.01; done; {ACCEPT}")
-    submit_in_killed_process(sweep)
+    submit_in_killed_process(sweep, sbatch_ends=False)
     launcher, jobs = sweep()
     with pytest.raises(Unreachable, match="sbatch of an earlier command still submits"):
         launcher.attach(jobs)
