@@ -45,7 +45,7 @@ class Judgement:
     Attributes:
         reward: weighted sum of the scores; None if the answer cannot be scored.
         scores: scores by name; scores that are not finite numbers are omitted.
-        fault: kind of the fault; empty if there was no fault.
+        fault: raised, timed_out, died or no_number; empty if there was no fault.
         message: description of the fault.
     """
 

@@ -100,8 +100,7 @@ def rehearse_here(request: Request) -> RehearsalRecord:
     except Exception as error:  # a user's model may need real numbers in its constructor
         plan = None
         notes.append(f"the memory cannot be planned: {format_reason(error)}")
-    if request.shortens:
-        config = shorten(config, world_size, saves=plan is not None and _checkpoint_bytes(plan) <= _LARGEST_CHECKPOINT)
+    config = shorten(config, world_size, saves=plan is not None and _checkpoint_bytes(plan) <= _LARGEST_CHECKPOINT)
     dispatch = DeviceDispatch(request.ranks_per_node)
     follower = _Follower(dispatch)
     with (

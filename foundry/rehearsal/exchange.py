@@ -23,7 +23,6 @@ class Request:
         ranks_per_node: number of ranks on each node.
         device: short name of a GPU.
         steps: number of the last optimizer step.
-        shortens: run one small evaluation and save at most one checkpoint; see `shorten`.
     """
 
     config_dir: str
@@ -32,7 +31,6 @@ class Request:
     ranks_per_node: int
     device: str
     steps: int
-    shortens: bool
 
 
 def read_answer(content: Mapping[str, Any]) -> RehearsalRecord:

@@ -35,14 +35,14 @@ def rehearse(
     device: str = "h100",
     steps: int = 2,
     run_dir: Path | None = None,
-    shortens: bool = True,
     send: Send | None = None,
 ) -> RehearsalRecord:
     """Run a few steps on fake GPUs, as rank 0 of any number of ranks, and return their record.
 
     Tensors on the device have shapes but no values. Tensors on the host are real, so data, order, counts and files are
     the same as in the run. The record has memory, collectives, host waits, attention kernels and FLOPs, but no
-    durations, no memory of kernels and of NCCL, and no fragmentation. torch.compile is disabled.
+    durations, no memory of kernels and of NCCL, and no fragmentation. torch.compile is disabled. The run evaluates one
+    microbatch per rank at the end, without samples, and saves only a checkpoint of up to 1 GiB per rank.
 
     Args:
         config: the composed configuration.
@@ -51,8 +51,6 @@ def rehearse(
         device: short name of a GPU in `foundry.rehearsal.machine.GPUS`.
         steps: number of the last optimizer step.
         run_dir: run directory, which may contain a run to resume; None for a temporary one.
-        shortens: evaluate one microbatch per rank at the end, without samples, and save only a checkpoint of up to 1
-            GiB per rank. If False, evaluation, schedule, batch sizes and checkpoints are as configured.
         send: function that sends the request to a process; None for a new process.
 
     Raises:
@@ -71,7 +69,6 @@ def rehearse(
             ranks_per_node=min(ranks_per_node, world_size),
             device=device,
             steps=steps,
-            shortens=shortens,
         )
         return read_answer((send or _start_process)(request, folder))
 

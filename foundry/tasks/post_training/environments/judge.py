@@ -20,8 +20,6 @@ _MAX_LOST = 8
 After that the environment counts as broken, and each further call of the judge scores only one answer.
 """
 _KEY = "environment"
-FAULTS = ("raised", "timed_out", "died", "no_number")
-"""Kinds of faults in `Judgement.fault`; an answer with a fault has no reward."""
 log = logging.getLogger(__name__)
 
 
