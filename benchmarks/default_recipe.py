@@ -48,7 +48,10 @@ CORPORA = {
     "C headers": ["data=text", *SHORT],
 }
 QUIET = ["tracking=none", "tracking.progress=false", "checkpoint=none", "evaluation.write_samples=false"]
-SMOKE = ["model.hidden_size=32", "model.intermediate_size=64", "model.num_layers=1", "hparams.max_steps=3"]
+SMOKE = [
+    *("model.hidden_size=32", "model.intermediate_size=64", "model.num_layers=1"),
+    *("data.seq_len=64", "hparams.max_steps=3", "evaluation.max_samples=8"),
+]
 TIMED_STEPS, UNTIMED_STEPS = 30, 5
 
 

@@ -21,6 +21,8 @@ from typing import Any
 from comparison import LLAMA
 from records import Column, Row, finish, parser
 
+from foundry import compose, run
+
 LAYERS, LEARNING_RATE_TIMES_WIDTH = 4, 0.256
 
 
@@ -58,6 +60,7 @@ class Plan:
         seq_len: tokens of a sequence.
         batch_size: sequences of a step.
         evaluated: held-out sequences.
+        resamples: resampled fits for the intervals.
     """
 
     fitted: tuple[Size, ...]
@@ -65,6 +68,7 @@ class Plan:
     seq_len: int = 256
     batch_size: int = 8
     evaluated: int = 256
+    resamples: int = 300
 
     def tokens(self, size: Size) -> int:
         """Return the tokens of a run."""
@@ -89,40 +93,36 @@ class Plan:
             "checkpoint.save_final=false",
             "tracking=none",
             "tracking.plots=false",
+            "tracking.progress=false",
         ]
 
 
 FULL = Plan(tuple(Size(*pair) for pair in product((32, 64, 96, 128), (250, 500, 1000))), Size(224, 1150))
-SMOKE = Plan(tuple(Size(*pair) for pair in product((16, 24, 32), (8, 16, 32))), Size(64, 48), 32, 4, 32)
-
-
-def call(folder: Path, module: str, *words: str) -> str:
-    """Run a command of foundry in a folder and return its standard output.
-
-    Raises:
-        RuntimeError: the command failed.
-    """
-    done = subprocess.run(
-        [sys.executable, "-m", module, *words], cwd=folder, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"{module} {' '.join(words)}: {done.stderr[-2000:]}")
-    return done.stdout
+SMOKE = Plan(tuple(Size(*pair) for pair in product((16, 24, 32), (8, 16, 32))), Size(64, 48), 32, 4, 32, 20)
 
 
 def train(folder: Path, plan: Plan, number: int, size: Size) -> float:
     """Train a run in `runs/NUMBER` of the folder, unless it has finished there; return the seconds."""
-    begin = time.monotonic()
-    if not (folder / "runs" / str(number) / "result.json").exists():
-        call(folder, "foundry", *plan.overrides(size), f"hydra.run.dir=runs/{number}")
+    begin, run_dir = time.monotonic(), folder / "runs" / str(number)
+    if not (run_dir / "result.json").exists():
+        run(compose(plan.overrides(size)), run_dir)
     seconds = time.monotonic() - begin
     print(f"run {number}: width {size.width}, {size.steps} steps, {seconds:.0f} s", flush=True)
     return seconds
 
 
-def predict(folder: Path, *words: str) -> dict[str, Any]:
-    """Fit the law to the runs of the folder and return the JSON values of the command."""
-    facts: dict[str, Any] = json.loads(call(folder, "foundry.scaling", "dir=runs", *words, "--json"))
+def predict(folder: Path, plan: Plan, *words: str) -> dict[str, Any]:
+    """Fit the law to the runs of the folder and return the JSON values of the command.
+
+    Raises:
+        RuntimeError: the command failed.
+    """
+    options = [f"dir={folder / 'runs'}", f"resamples={plan.resamples}", *words, "--json"]
+    command = [sys.executable, "-m", "foundry.scaling", *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr[-2000:]}")
+    facts: dict[str, Any] = json.loads(done.stdout)
     return facts
 
 
@@ -185,16 +185,16 @@ def measure(plan: Plan, folder: Path) -> tuple[dict[str, Any], float]:
     """Train the fitted runs, predict the large one, train it; return the facts of the law and the seconds of all runs.
 
     Raises:
-        RuntimeError: a command failed, or the prediction changed after the large run was trained.
+        RuntimeError: the command failed, or the prediction changed after the large run was trained.
     """
     seconds = sum(train(folder, plan, number, size) for number, size in enumerate(plan.fitted))
     number, large = len(plan.fitted), plan.large
     words = [f"exclude={number}"] if (folder / "runs" / str(number) / "result.json").exists() else []
     size = f"predict=N={large.parameters} D={plan.tokens(large)}"
-    (before,) = predict(folder, size, *words)["predictions"]
+    (before,) = predict(folder, plan, size, *words)["predictions"]
     print(f"predicted: {before['predicted']:.4f}, {_text(before['interval'])}", flush=True)
     seconds += train(folder, plan, number, large)
-    facts = predict(folder, f"hold_out={number}")
+    facts = predict(folder, plan, f"hold_out={number}")
     (after,) = facts["held_out"]
     sizes = (after["non_embedding_parameters"], after["tokens"])
     if sizes != (large.parameters, plan.tokens(large)) or after["predicted"] != before["predicted"]:

@@ -30,6 +30,8 @@ from scipy.stats import ttest_ind  # type: ignore[import-untyped]
 SCRIPT, SEARCH_SEED = "three_minutes_sides.py", 1000
 CALIBRATION = (5, 25)
 """Numbers of steps of the two short runs that determine the start and the time for a step."""
+CALIBRATION_ROWS = 8
+"""Held-out rows of these runs."""
 MARGIN = 0.97
 """Fraction of the seconds that a run aims at, so that most runs end in time."""
 RATES = (1e-3, 3e-3, 9e-3)
@@ -37,7 +39,7 @@ PEERS = ("hf", "lightning")
 NAMES = {"hf": "HF Trainer", "lightning": "Lightning", "nanogpt": "nanoGPT, its CPU recipe"}
 SMOKE = (
     *("model.hidden_size=32", "model.intermediate_size=64", "model.num_layers=1"),
-    *("model.num_heads=2", "model.num_kv_heads=2"),
+    *("model.num_heads=2", "model.num_kv_heads=2", "data.seq_len=64"),
 )
 
 
@@ -71,6 +73,7 @@ class Track:
         overrides: overrides of all sides, such as another text.
         nanogpt: folder of a clone of nanoGPT, or None.
         max_steps: limit on the steps of a run, for tests; None for no limit.
+        evaluated_rows: held-out rows of each run, for tests; None for all.
         threads: threads of a run.
     """
 
@@ -79,6 +82,7 @@ class Track:
     overrides: tuple[str, ...]
     nanogpt: str | None
     max_steps: int | None = None
+    evaluated_rows: int | None = None
     threads: int = 2
 
     def prepare(self) -> Measured:
@@ -102,7 +106,7 @@ class Track:
             "seed": seed,
             "lr": entry.lr,
             "nanogpt": self.nanogpt,
-            "is_calibration": is_calibration,
+            "evaluated_rows": CALIBRATION_ROWS if is_calibration else self.evaluated_rows,
             "begin": time.time(),
         }
         result = run_job(SCRIPT, entry.side, job=job, threads=self.threads)
@@ -172,10 +176,11 @@ def main() -> None:
     notes = list[str]()
     with tempfile.TemporaryDirectory(prefix="three-minutes-") as temporary:
         folder = (options.keep or Path(temporary)).resolve()
-        os.environ["FOUNDRY_CACHE"] = str(folder / "cache")
+        if not options.smoke:
+            os.environ["FOUNDRY_CACHE"] = str(folder / "cache")
         track = Track(folder, options.seconds, (*data, *(SMOKE if options.smoke else ())), nanogpt)
         if options.smoke:
-            track = replace(track, seconds=600.0, max_steps=CALIBRATION[1], threads=1)
+            track = replace(track, seconds=600.0, max_steps=CALIBRATION[1], evaluated_rows=64, threads=1)
         prepared = track.prepare()
 
         def bits_per_byte(loss: float) -> float:

@@ -27,7 +27,7 @@ Measured = dict[str, Any]
 SummedLoss = Callable[[Tensor, Tensor], Tensor]
 """Maps tokens and targets, (rows, length) int64 each, to the cross-entropy in nats summed over all targets."""
 ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
-CLIP, WARMUP, CALIBRATION_ROWS = 1.0, 0.05, 8
+CLIP, WARMUP = 1.0, 0.05
 NANOGPT_CPU = (
     "config/train_shakespeare_char.py",
     *("--device=cpu", "--compile=False", "--eval_iters=1", "--log_interval=1", "--dropout=0.0"),
@@ -65,7 +65,7 @@ def compose_job(job: Job) -> Any:
         [
             *("tracking=none", "tracking.progress=false", "tracking.log_every_n_steps=1", "checkpoint=none"),
             *("evaluation.interval=null", "evaluation.write_samples=false"),
-            *([f"evaluation.max_samples={CALIBRATION_ROWS}"] if job["is_calibration"] else []),
+            *([f"evaluation.max_samples={job['evaluated_rows']}"] if job["evaluated_rows"] else []),
             *job["overrides"],
             f"hparams.max_steps={job['steps']}",
             f"hparams.seed={job['seed']}",
@@ -156,7 +156,7 @@ def measure_llama(job: Job, model: Any) -> Measured:
 
 
 def held_out_loss(loss: SummedLoss, job: Job, window: int) -> float:
-    """Return the cross-entropy in nats per token of the validation split.
+    """Return the cross-entropy in nats per token of the validation split, or of the first `evaluated_rows` of it.
 
     Args:
         loss: loss of the trained model.
@@ -164,7 +164,7 @@ def held_out_loss(loss: SummedLoss, job: Job, window: int) -> float:
         window: longest context of the model in tokens, a divisor of the row length.
     """
     rows, length = Rows(job, "val"), int(job["prepared"]["seq_len"])
-    count = min(CALIBRATION_ROWS, len(rows)) if job["is_calibration"] else len(rows)
+    count = min(job["evaluated_rows"] or len(rows), len(rows))
     total = 0.0
     with torch.inference_mode():
         for index in range(count):

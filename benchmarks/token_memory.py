@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import accumulate
 from pathlib import Path
 
 from records import Column, Row, finish, parser
@@ -30,11 +31,11 @@ def write_corpus(file: Path, num_bytes: int) -> None:
     """Write documents of words, some of them frequent, as JSONL."""
     draw = random.Random(0)
     words = ["".join(draw.choices("etaoinshrdlucmfwypvbgkjqxz", k=draw.randint(2, 9))) for _ in range(NUM_WORDS)]
-    written, share = 0, [1 / (rank + 10) for rank in range(NUM_WORDS)]
+    written, shares = 0, list(accumulate(1 / (rank + 10) for rank in range(NUM_WORDS)))
     with file.open("w") as stream:
         while written < num_bytes:
             for _ in range(200):
-                text = " ".join(draw.choices(words, share, k=DOCUMENT_WORDS))
+                text = " ".join(draw.choices(words, cum_weights=shares, k=DOCUMENT_WORDS))
                 written += stream.write(json.dumps({"text": text}) + "\n")
 
 

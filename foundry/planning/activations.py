@@ -89,7 +89,7 @@ def count_activations(
         with plan_for(device_type), autocast:
             return objective.loss(model, fakes).loss
 
-    backward = _backward_bytes(compute_loss, model)
+    backward = _backward_bytes(compute_loss, model, device_type)
     saved = _SavedStorages(model)
     kept_outputs = _KeptOutputs(saved) if grad_checkpointing and selective else nullcontext()
     live = _LiveActivations(saved) if grad_checkpointing else LiveBytes()
@@ -117,12 +117,13 @@ class _LastBlockReached(Exception):
     """The backward pass has reached the input of the last block."""
 
 
-def _backward_bytes(compute_loss: Callable[[], Tensor], model: nn.Module) -> int:
+def _backward_bytes(compute_loss: Callable[[], Tensor], model: nn.Module, device_type: str) -> int:
     """Return the bytes that the backward pass of the loss and of the last block adds to the saved activations.
 
     Args:
         compute_loss: the forward pass.
         model: the model; its parameters have no gradients afterwards.
+        device_type: device of the run.
     """
     inputs: list[Any] = []
 
@@ -145,7 +146,7 @@ def _backward_bytes(compute_loss: Callable[[], Tensor], model: nn.Module) -> int
         for value in tree_leaves(inputs):
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(stop)  # type: ignore[no-untyped-call]
-        with suppress(_LastBlockReached):
+        with plan_for(device_type), suppress(_LastBlockReached):
             loss.backward()  # type: ignore[no-untyped-call]
     for hook in hooks:
         hook.remove()

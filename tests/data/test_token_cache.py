@@ -174,7 +174,7 @@ def test_error_while_filling_the_cache_names_the_source_or_the_cache(tmp_path, e
 @pytest.mark.long
 def test_tokenization_memory_does_not_grow_with_the_corpus(tmp_path):
     script = Path(__file__).parents[2] / "benchmarks" / "token_memory.py"
-    command = [sys.executable, str(script), "8", "32", "--out", str(tmp_path / "record.json")]
+    command = [sys.executable, str(script), "4", "28", "--out", str(tmp_path / "record.json")]
     subprocess.run(command, check=True, capture_output=True)
     record = json.loads((tmp_path / "record.json").read_text())
     small, large = (row["values"]["peak_mib"][0] for row in record["rows"])

@@ -16,10 +16,10 @@ WORDS = [
 
 @pytest.mark.long
 def test_scaling_law_of_a_real_sweep_predicts_a_job_that_it_has_not_seen(shell):
-    shell.run("-m", *WORDS, "hparams.lr=3e-3", "model.hidden_size=16,32,64", "hparams.max_steps=20,60,180")
-    words = ["dir=sweep", "hold_out=model.hidden_size=64", "predict=N=1M D=1M", "resamples=200"]
+    shell.run("-m", *WORDS, "hparams.lr=3e-3", "model.hidden_size=16,32,64", "hparams.max_steps=10,30,90")
+    words = ["dir=sweep", "hold_out=model.hidden_size=64", "predict=N=1M D=1M", "resamples=20"]
     stdout, stderr = shell.run(
-        "dir=sweep", "predict=N=1M D=1M", "budgets=1e12", "resamples=200", module="foundry.scaling"
+        "dir=sweep", "predict=N=1M D=1M", "budgets=1e12", "resamples=20", module="foundry.scaling"
     )
     assert stderr == ""
     assert stdout.startswith("9 jobs: 9 fitted\n")
@@ -35,7 +35,7 @@ def test_scaling_law_of_a_real_sweep_predicts_a_job_that_it_has_not_seen(shell):
             plan["parameters"],
         )
         assert abs(run["residual"]) < 0.1
-    stdout, _ = shell.run("dir=sweep", "hold_out=8", "resamples=200", "--json", module="foundry.scaling")
+    stdout, _ = shell.run("dir=sweep", "hold_out=8", "resamples=20", "--json", module="foundry.scaling")
     (held_out,) = json.loads(stdout)["held_out"]
     assert held_out["job"] == 8
     assert abs(held_out["error"]) < 0.2

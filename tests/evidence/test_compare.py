@@ -32,11 +32,15 @@ def test_compare_checks_losses_and_weights_but_not_times(tmp_path, change, diffe
 
 
 @pytest.mark.long
-def test_compare_finds_the_working_tree_equal_to_head(capsys):
+def test_compare_finds_the_working_tree_equal_to_head(capsys, monkeypatch):
     try:
         subprocess.run(["git", "rev-parse", "HEAD"], cwd=compare.ROOT, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("this is not a git clone")
+    shorter = ["hparams.max_steps=6", "evaluation.interval=3 steps"]
+    monkeypatch.setattr(compare, "COMMON", [*compare.COMMON, *shorter])
+    text = ["data=text", f"data.path='{compare.ROOT}/docs/architecture.md'", "data.vocab_size=300"]
+    monkeypatch.setitem(compare.RUNS, "fsdp", [*compare.RUNS["fsdp"], *text])
     assert compare.main("HEAD", "fsdp") == 0
     assert capsys.readouterr().out == "pretrain: equal\nfsdp: equal\n"
 
