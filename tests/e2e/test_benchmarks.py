@@ -49,6 +49,7 @@ def test_throughput_benchmark_libraries_train_to_the_same_losses(smoke):
     for values in rows.values():
         assert values["apart"][0] < 1e-4
         assert values["wall"][0] > 0
+        assert values["of_peak"][0] > 0
     assert 1.0 in {values["of_wall"][0] for (_, side), values in rows.items() if "foundry" not in side}
 
 
