@@ -135,7 +135,7 @@ def _be(module, overrides, cwd, stem, environment, cache):
         with stem.with_suffix(suffix).open("w") as file:
             os.dup2(file.fileno(), number)
     sys.stdout.reconfigure(line_buffering=True)
-    for name in [name for name in os.environ if name in NOT_PASSED_ON or name.startswith(("SLURM", "MLFLOW"))]:
+    for name in [name for name in os.environ if name in NOT_PASSED_ON or name.startswith(("SLURM", "MLFLOW", "GLOO"))]:
         del os.environ[name]
     os.environ |= environment
     if not any(word.startswith(OWN_OPTIONS) for word in overrides):
