@@ -72,13 +72,13 @@ class Sweeps:
     def status(self, job):
         return json.loads((self.cwd / "s" / str(job) / "status.json").read_text())
 
-    def wait(self, condition, seconds=60):
+    def wait(self, condition, seconds=240):
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, self.output
             time.sleep(0.02)
 
-    def wait_for_steps(self, job, steps, seconds=60):
+    def wait_for_steps(self, job, steps, seconds=240):
         path = self.cwd / "s" / str(job) / "metrics.jsonl"
         self.wait(lambda: path.is_file() and path.read_bytes().count(b"\n") >= steps, seconds)
 
