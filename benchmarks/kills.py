@@ -227,16 +227,18 @@ def disturbed(
     seconds: tuple[float, float],
     count: Count,
     moments: Sequence[str],
+    start: Callable[[Path, list[str]], Life] = Life,
 ) -> Path:
     """Start, kill and restart a run until it is done or there were `limit` kills; return its run directory.
 
     Args:
         moments: kinds of moments for the kills, used in turn.
+        start: starts the command with arguments in a folder.
     """
     run_dir, newest = folder / f"killed-{number}", -1
     while True:
         asynchronous, keep_last = rng.random() < 0.5, rng.choice((1, 2))
-        life = Life(folder, words_of(case, run_dir, asynchronous=asynchronous, keep_last=keep_last))
+        life = start(folder, words_of(case, run_dir, asynchronous=asynchronous, keep_last=keep_last))
         count.starts += 1
         try:
             if count.kills >= limit:
@@ -255,6 +257,36 @@ def disturbed(
             return run_dir
 
 
+def kill_runs(
+    case: str,
+    folder: Path,
+    kills: int,
+    moments: Sequence[str],
+    rng: random.Random,
+    start: Callable[[Path, list[str]], Life] = Life,
+) -> Count:
+    """Kill runs of a case in an empty folder, and compare each run that is done with an undisturbed one.
+
+    Args:
+        case: key of `CASES`.
+        folder: working directory of the runs.
+        kills: number of kills.
+        moments: kinds of moments for the kills, used in turn.
+        rng: decides on moments and on the settings of each start.
+        start: starts the command with arguments in a folder.
+    """
+    count = Count()
+    (folder / "text.txt").write_text("\n".join(f"{n} times {n} is {n * n}." for n in range(4000)))
+    reference, seconds = undisturbed(case, folder, start)
+    while count.kills < kills:
+        run_dir = disturbed(case, folder, count.runs, kills, rng, seconds, count, moments, start)
+        count.runs += 1
+        result = outcome(run_dir)
+        for name, expected in reference.items():
+            assert result[name] == expected, f"{run_dir.name}: {name} differ from the undisturbed run's"
+    return count
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=CASES, required=True)
@@ -262,17 +294,10 @@ def main() -> None:
     parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=MOMENTS, help="of the kills, in turn")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    rng, count, begin = random.Random(options.seed), Count(), time.monotonic()
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kills-") as temporary:
-        folder = Path(temporary)
-        (folder / "text.txt").write_text("\n".join(f"{n} times {n} is {n * n}." for n in range(4000)))
-        reference, seconds = undisturbed(options.case, folder)
-        while count.kills < options.kills:
-            run_dir = disturbed(options.case, folder, count.runs, options.kills, rng, seconds, count, options.moments)
-            count.runs += 1
-            result = outcome(run_dir)
-            for name, expected in reference.items():
-                assert result[name] == expected, f"{run_dir.name}: {name} differ from the undisturbed run's"
+        rng = random.Random(options.seed)
+        count = kill_runs(options.case, Path(temporary), options.kills, options.moments, rng)
     restarts = count.starts - count.runs
     print(
         f"{options.case}: {count.kills} kills, {count.inside_a_save} of them inside a save; {count.runs} runs, "

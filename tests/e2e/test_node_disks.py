@@ -4,7 +4,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -20,7 +19,6 @@ pytestmark = [pytest.mark.long, pytest.mark.distributed]
 WORDS = [*TINY_LM, "hparams.global_batch_size=8", "hparams.per_gpu_batch_size=4", "distributed=fsdp", "tracking=none"]
 WORDS += ["tracking.log_every_n_steps=1", "evaluation.interval=null", "evaluation.write_samples=false"]
 WORDS += ["checkpoint.every_minutes=null", "checkpoint.mirror_seconds=60"]
-MOUNT = 'mount --bind "$0" "$1" && shift && exec "$@"'
 
 
 class Nodes:
@@ -40,16 +38,10 @@ class Nodes:
     def _start(self, rank, port, words):
         variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         variables |= {"GROUP_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = ["unshare", "--mount", "sh", "-c", MOUNT, self.disks[rank], self.shell.cwd / "run"]
+        variables |= {"GLOO_SOCKET_IFNAME": "lo", "DISK": str(self.disks[rank]), "PLACE": str(self.shell.cwd / "run")}
         mirror = [] if self.url is None else [f"checkpoint.mirror={self.url}"]
-        return self.shell.start(
-            *WORDS,
-            *mirror,
-            "hydra.run.dir=run",
-            *words,
-            variables=variables | {"GLOO_SOCKET_IFNAME": "lo"},
-            command=[*command, sys.executable, "-m"],
-        )
+        words = [*WORDS, *mirror, "hydra.run.dir=run", *words]
+        return self.shell.start(*words, module="support.own_disk", variables=variables)
 
     def finish(self, code=0):
         """Wait for both nodes, and return their standard errors."""
@@ -87,13 +79,13 @@ class Nodes:
 
 
 @pytest.fixture
-def start_nodes(cold_shell):
+def start_nodes(shell):
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode != 0:
         pytest.skip("only root can give two processes different disks")
     started = []
 
     def start(url):
-        started.append(Nodes(cold_shell, url))
+        started.append(Nodes(shell, url))
         return started[-1]
 
     yield start
@@ -106,24 +98,24 @@ def shards(folder):
 
 
 @pytest.mark.timeout(1500)
-def test_run_whose_nodes_lose_their_disks_ends_as_on_a_shared_disk(start_nodes, cold_shell):
-    lengths = ["hparams.max_steps=240", "checkpoint.interval=10"]
+def test_run_whose_nodes_lose_their_disks_ends_as_on_a_shared_disk(start_nodes, shell):
+    lengths = ["hparams.max_steps=160", "checkpoint.interval=10"]
     ranks = "distributed.nproc_per_node=2"
-    cold_shell.run(*WORDS, *lengths, "checkpoint.mirror_seconds=30", ranks, "hydra.run.dir=shared")
-    nodes = start_nodes(f"file://{cold_shell.cwd}/store")
+    shell.run(*WORDS, *lengths, "checkpoint.mirror_seconds=30", ranks, "hydra.run.dir=shared")
+    nodes = start_nodes(f"file://{shell.cwd}/store")
     begin = 10
     for lost in ([1], [0], [0, 1], []):
         nodes.start(*lengths)
         newest = nodes.kill_after(begin)
-        assert newest < 240
+        assert newest < 160
         nodes.lose(*lost)
-        begin = newest + 20
+        begin = newest + 10
     errors = nodes.run(*lengths)
     assert "the nodes have local disks" in errors[0]
     assert "Traceback" not in errors[0] + errors[1]
     first, second = nodes.disks
-    assert outcome(first) == outcome(cold_shell.cwd / "shared")
-    names = [folder.name for folder in list_checkpoints(cold_shell.cwd / "shared")]
+    assert outcome(first) == outcome(shell.cwd / "shared")
+    names = [folder.name for folder in list_checkpoints(shell.cwd / "shared")]
     kept = [[folder.name for folder in list_checkpoints(disk)] for disk in nodes.disks]
     assert kept[0] == kept[1]
     assert kept[0][:2] == names
@@ -131,12 +123,12 @@ def test_run_whose_nodes_lose_their_disks_ends_as_on_a_shared_disk(start_nodes, 
     for number, disk in enumerate(nodes.disks):
         assert shards(disk / "checkpoints" / names[0]) == [f"shard-0000{number}.safetensors"]
     assert not (second / "metrics.jsonl").exists()
-    assert list_published(Store(nodes.url)) == [240, 230]
+    assert list_published(Store(nodes.url)) == [160, 150]
 
 
-def test_checkpoint_that_one_node_has_not_copied_is_not_used_if_the_disks_are_lost(start_nodes, cold_shell):
+def test_checkpoint_that_one_node_has_not_copied_is_not_used_if_the_disks_are_lost(start_nodes, shell):
     lengths = ["hparams.max_steps=12", "checkpoint.interval=4"]
-    nodes = start_nodes(f"file://{cold_shell.cwd}/store")
+    nodes = start_nodes(f"file://{shell.cwd}/store")
     nodes.run(*lengths)
     expected = outcome(nodes.disks[0])
     store = Store(nodes.url)
@@ -154,26 +146,26 @@ def test_checkpoint_that_one_node_has_not_copied_is_not_used_if_the_disks_are_lo
         assert list_published(store) == [12, 8]
 
 
-def test_run_of_two_nodes_continues_on_one_of_them_with_one_rank(start_nodes, cold_shell):
+def test_run_of_two_nodes_continues_on_one_of_them_with_one_rank(start_nodes, shell):
     lengths, stop = ["hparams.max_steps=8", "checkpoint.interval=4"], "hparams.max_minutes=1e-9"
-    cold_shell.run(*WORDS, *lengths, stop, "distributed.nproc_per_node=2", "hydra.run.dir=shared")
-    cold_shell.run(*WORDS, *lengths, "distributed=none", "hydra.run.dir=shared")
-    nodes = start_nodes(f"file://{cold_shell.cwd}/store")
+    shell.run(*WORDS, *lengths, stop, "distributed.nproc_per_node=2", "hydra.run.dir=shared")
+    shell.run(*WORDS, *lengths, "distributed=none", "hydra.run.dir=shared")
+    nodes = start_nodes(f"file://{shell.cwd}/store")
     nodes.run(*lengths, stop)
-    (cold_shell.cwd / "run").rmdir()
-    nodes.disks[1].rename(cold_shell.cwd / "run")  # has no small files
+    (shell.cwd / "run").rmdir()
+    nodes.disks[1].rename(shell.cwd / "run")  # has no small files
     words = [f"checkpoint.mirror={nodes.url}", "distributed=none", "hydra.run.dir=run"]
-    _, error = cold_shell.run(*WORDS, *lengths, *words)
+    _, error = shell.run(*WORDS, *lengths, *words)
     assert "restored step" in error
-    assert outcome(cold_shell.cwd / "run") == outcome(cold_shell.cwd / "shared")
-    assert status(cold_shell.cwd / "run")["state"] == "finished"
+    assert outcome(shell.cwd / "run") == outcome(shell.cwd / "shared")
+    assert status(shell.cwd / "run")["state"] == "finished"
 
 
-def test_nodes_with_local_disks_are_refused_without_a_mirror(start_nodes, cold_shell):
+def test_nodes_with_local_disks_are_refused_without_a_mirror(start_nodes, shell):
     nodes = start_nodes(None)
     for error in nodes.run("hparams.max_steps=4", code=2):
         assert error == (
-            f"hydra.run.dir: is {cold_shell.cwd}/run, but on the node of rank 1 this path is on a local disk; "
+            f"hydra.run.dir: is {shell.cwd}/run, but on the node of rank 1 this path is on a local disk; "
             "choose a folder that all nodes share, or set checkpoint.mirror=URL\n"
         )
     assert [list(disk.iterdir()) for disk in nodes.disks] == [[], []]

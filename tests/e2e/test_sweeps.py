@@ -2,12 +2,11 @@
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.examples import long_case, some_of
+from support.local_sweeps import TINY_JOB
 from support.tiny import TINY_DIT
 from support.warm import WarmShell
 from support.wrong_sweeps import WRONG_SWEEPS, assert_said, write_options
@@ -114,13 +113,16 @@ def test_ctrl_c_checkpoints_the_running_job_and_leaves_the_rest_queued(shell):
 
 
 @pytest.mark.long
-def test_killed_sweep_resumes_bit_identical_to_an_uninterrupted_sweep():
-    script = Path(__file__).parents[2] / "benchmarks" / "sweeps.py"
-    command = [sys.executable, str(script), "kills", "--jobs", "6", "--kills", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("6 jobs, 1 kills of their sweep; ")
-    assert done.stdout.endswith("all bit-identical to an undisturbed sweep's\n")
+def test_killed_sweep_resumes_bit_identical_to_an_uninterrupted_sweep(monkeypatch, capsys):
+    """A small language model starts faster than the diffusion model of the benchmark."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    import sweeps
+
+    monkeypatch.setattr(sweeps, "RUN", [*TINY_JOB, "tracking=none", "hparams.max_steps=100"])
+    sweeps.kills(jobs=6, number=1)
+    output = capsys.readouterr().out
+    assert output.startswith("6 jobs, 1 kills of their sweep; ")
+    assert output.endswith("all bit-identical to an undisturbed sweep's\n")
 
 
 @pytest.mark.long

@@ -87,8 +87,8 @@ def test_job_whose_process_has_the_id_of_an_ended_one_is_running(tmp_path):
 
 @pytest.mark.long
 def test_failed_and_killed_jobs_do_not_end_other_local_jobs(sweeps):
-    part = "foundry.models.dit.DiT"
-    driver = sweeps.start("hparams.seed=1,2", f"model._target_={part},functools.partial", "hparams.max_steps=60")
+    part = "foundry.models.transformer.Transformer"
+    driver = sweeps.start("hparams.seed=1,2", f"model._target_={part},functools.partial", "hparams.max_steps=100")
     sweeps.wait_for_steps(0, 5)
     os.kill(sweeps.process_of(0), signal.SIGKILL)
     sweeps.finish(driver, code=1)

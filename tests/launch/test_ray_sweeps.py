@@ -20,7 +20,7 @@ FAST_DETECTION = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 
 RUN = [
     "tracking.mlflow=false",
     "hparams.per_gpu_batch_size=2",
-    "hparams.max_steps=120",
+    "hparams.max_steps=160",
     "checkpoint.interval=20",
     "distributed=ddp",
 ]
@@ -97,7 +97,7 @@ def test_jobs_over_two_nodes_equal_local_jobs(start_sweeps, undisturbed):
     sweeps = start_sweeps("ray", *RAY)
     sweeps.finish(sweeps.start("hparams.seed=1,2"))
     assert losses(sweeps.cwd, 0) == undisturbed
-    assert len(losses(sweeps.cwd, 1)) == len(undisturbed) == 120
+    assert len(losses(sweeps.cwd, 1)) == len(undisturbed) == 160
     assert "job 1 (hparams.seed=2): queued (Resources)" in sweeps.output
 
 
@@ -131,4 +131,4 @@ def test_job_saves_if_the_command_is_stopped_or_killed(start_sweeps):
     sweeps.wait_for_steps(0, stop["step"] + 20, SECONDS)
     driver.kill()
     sweeps.wait(lambda: sweeps.status(0)["state"] == "stopped", SECONDS)
-    assert stop["step"] < sweeps.status(0)["step"] < 120
+    assert stop["step"] < sweeps.status(0)["step"] < 160

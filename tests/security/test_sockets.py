@@ -2,7 +2,6 @@
 
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -70,25 +69,19 @@ def watched(process):
         pids = family(process.pid)
         most, looks = max(most, len(pids)), looks + 1
         seen.update(set(listening(pids)))
-        time.sleep(0.05)
+        time.sleep(0.02)
     return seen, most, looks
 
 
-def started(tmp_path, *command, **variables):
-    keep = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER", "GLOO"))}
-    overrides = [*TINY_LM, "hparams.per_gpu_batch_size=2", "data.num_workers=1", "hydra.run.dir=run"]
-    with (tmp_path / f"said-{len(list(tmp_path.glob('said*')))}").open("w") as message:
-        return subprocess.Popen(
-            [sys.executable, "-m", "foundry", *overrides, *command],
-            cwd=tmp_path,
-            env={**keep, **variables},
-            stdout=message,
-            stderr=message,
-        )
+@pytest.fixture
+def start(shell):
+    """A function that starts a run with overrides and environment variables; its process has the sockets of imports."""
 
+    def start(*overrides, **variables):
+        words = [*TINY_LM, "hparams.per_gpu_batch_size=2", "data.num_workers=1", "hydra.run.dir=run", *overrides]
+        return shell.start(*words, variables=variables)
 
-def message(tmp_path):
-    return "\n".join(path.read_text() for path in sorted(tmp_path.glob("said*")))
+    return start
 
 
 def test_listening_reports_sockets_on_all_interfaces():
@@ -96,10 +89,10 @@ def test_listening_reports_sockets_on_all_interfaces():
         assert {str(where) for _, where in listening([os.getpid()])} >= {"0.0.0.0", "127.0.0.1"}
 
 
-def test_two_local_ranks_listen_on_loopback_only(tmp_path):
-    process = started(tmp_path, "distributed=fsdp", "distributed.nproc_per_node=2")
+def test_two_local_ranks_listen_on_loopback_only(start):
+    process = start("distributed=fsdp", "distributed.nproc_per_node=2")
     seen, most, looks = watched(process)
-    assert process.returncode == 0, message(tmp_path)
+    assert process.returncode == 0, process.outputs()
     assert most >= 3
     assert looks > 20
     assert [where for where in seen if not where[1].is_loopback] == []
@@ -107,15 +100,13 @@ def test_two_local_ranks_listen_on_loopback_only(tmp_path):
     assert {protocol for protocol, _ in seen} == {"tcp"}
 
 
-def test_slurm_tasks_on_one_node_listen_on_loopback_only(tmp_path):
+def test_slurm_tasks_on_one_node_listen_on_loopback_only(start):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     step = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
     step |= {"SLURM_STEP_NODELIST": socket.gethostname(), "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": str(port)}
-    first, second = (
-        started(tmp_path, "distributed=fsdp", **step, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in ("0", "1")
-    )
+    first, second = (start("distributed=fsdp", **step, SLURM_PROCID=rank, SLURM_LOCALID=rank) for rank in ("0", "1"))
     seen, _, _ = watched(first)
-    assert (first.returncode, second.wait(60)) == (0, 0), message(tmp_path)
+    assert (first.returncode, second.wait(60)) == (0, 0), (first.outputs(), second.outputs())
     assert seen
     assert [where for where in seen if not where[1].is_loopback] == []

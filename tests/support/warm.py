@@ -1,7 +1,8 @@
 """Commands of `terminal.Shell` in forks of a process that has imported everything, so that they start at once.
 
-The ranks of a run fork from the process of the run's command. Tests of the process start (imports, torchrun, kills of a
-whole process tree) need `terminal.Shell`.
+The ranks of a run and the jobs of `hydra/launcher=local` fork from the process of the command. Tests of the process
+start (imports, torchrun, kills of a whole process tree) need `terminal.Shell`; so do tests that kill the command of a
+sweep, because forked jobs do not notice its end.
 """
 
 import importlib
@@ -19,7 +20,7 @@ from multiprocessing.context import ForkContext, ForkProcess
 from pathlib import Path
 from unittest.mock import patch
 
-from foundry.launch import local
+from foundry.launch import local, local_launcher
 from support.composition import OWN_OPTIONS, share_compositions
 from support.terminal import NOT_PASSED_ON
 
@@ -134,7 +135,7 @@ def _be(module, overrides, cwd, stem, environment, cache):
         with stem.with_suffix(suffix).open("w") as file:
             os.dup2(file.fileno(), number)
     sys.stdout.reconfigure(line_buffering=True)
-    for name in [name for name in os.environ if name in NOT_PASSED_ON or name.startswith(("SLURM", "MLFLOW"))]:
+    for name in [name for name in os.environ if name in NOT_PASSED_ON or name.startswith(("SLURM", "MLFLOW", "GLOO"))]:
         del os.environ[name]
     os.environ |= environment
     if not any(word.startswith(OWN_OPTIONS) for word in overrides):
@@ -151,6 +152,7 @@ def become(module, overrides, cwd, python_path):
     sys.path[:0] = entries if os.environ.get("PYTHONSAFEPATH") else [str(Path.cwd()), *entries]
     importlib.invalidate_caches()
     local.START = _Ranks()
+    local_launcher._start_server = lambda configs, work: _Ranks()
     if module != "foundry":
         sys.modules.pop(module, None)  # runpy warns if it is imported already
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -56,10 +56,10 @@ def ended(folder, kill_at):
         os._exit(0)
     return os.waitstatus_to_exitcode(os.wait()[1])
 
-for folder in sys.argv[1:]:
-    assert ended(folder, int(folder)) == -signal.SIGKILL
-    assert os.listdir(folder) and not Path(folder, "mlflow.db").exists()
-    assert ended(folder, None) == 0
+for moment in sys.argv[1:]:
+    assert ended("database", int(moment)) == -signal.SIGKILL
+    assert os.listdir("database") and not Path("database", "mlflow.db").exists()
+assert ended("database", None) == 0
 """
 
 
@@ -89,13 +89,14 @@ def test_one_process_creates_the_mlflow_tables_and_others_wait(tmp_path):
 
 @pytest.mark.long
 def test_kill_during_creation_of_the_mlflow_database_is_harmless(tmp_path):
-    """Kill at one of nine SQL statements; the next process creates the tables, and no temporary files remain."""
+    """Kill at nine SQL statements, each time a process that finds the files of all earlier kills.
+
+    The last process creates the tables, and no temporary files remain.
+    """
     moments = ["1", "3", "10", "20", "40", "80", "120", "200", "300"]
-    for moment in moments:
-        (tmp_path / moment).mkdir()
+    (tmp_path / "database").mkdir()
     subprocess.run([sys.executable, "-c", _KILLED, *moments], cwd=tmp_path, check=True)
-    for moment in moments:
-        assert {path.name for path in (tmp_path / moment).iterdir()} == {"mlflow.db", "mlruns"}, moment
+    assert {path.name for path in (tmp_path / "database").iterdir()} == {"mlflow.db", "mlruns"}
 
 
 def test_half_created_mlflow_database_is_an_error_with_a_remedy(tmp_path):
