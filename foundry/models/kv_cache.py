@@ -78,18 +78,18 @@ class Cache(ABC):
         self.filled, self.padding = self.filled - unused, _none_if_zero(self.padding - unused)
         return unused
 
-    def _align(self, newcomers: Self, keys: Tensor, new_keys: Tensor) -> None:
+    def _align(self, newcomers: Self, counts: Sequence[int], device: torch.device) -> None:
         """Set the number of columns and the padding to those of the sequences of both caches.
 
         Args:
             newcomers: the other cache.
-            keys: (sequences, ...), keys of a layer of this cache.
-            new_keys: (sequences, ...), keys of a layer of the other cache.
+            counts: number of sequences of this cache and of the other one.
+            device: device of the padding.
         """
         width, parts = max(self.filled, newcomers.filled), list[Tensor]()
-        for cache, rows in ((self, keys), (newcomers, new_keys)):
-            zeros = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-            parts.append((zeros if cache.padding is None else cache.padding) + width - cache.filled)
+        for cache, count in zip((self, newcomers), counts, strict=True):
+            padding = torch.zeros(count, dtype=torch.int64, device=device) if cache.padding is None else cache.padding
+            parts.append(padding + width - cache.filled)
         self.filled, self.padding = width, _none_if_zero(torch.cat(parts))
 
 
@@ -147,11 +147,11 @@ class KVCache(Cache):
     def merge(self, newcomers: Self, length: int) -> None:
         """Append the sequences of another cache; arguments as in `Cache`."""
         assert (self.shared is None) == (newcomers.shared is None)
-        keys = [cache.layers[0].own_columns()[0] for cache in (self, newcomers)]
+        counts = [len(cache.layers[0].own_columns()[0]) for cache in (self, newcomers)]
         for layer, other in zip(self.layers, newcomers.layers, strict=True):
             layer.merge(other, length)
         if self.shared is None or newcomers.shared is None:
-            self._align(newcomers, *keys)
+            self._align(newcomers, counts, self.layers[0].device)
         else:
             columns, other_columns = self.filled - self.shared.count, newcomers.filled - newcomers.shared.count
             self.shared = self.shared.merge(newcomers.shared, columns, other_columns)
@@ -228,6 +228,11 @@ class LayerCache:
         self._shared: tuple[Tensor, Tensor] | None = None
 
     @property
+    def device(self) -> torch.device:
+        """Device of the cached numbers; the cache must not be empty."""
+        return self.own_columns()[0].device
+
+    @property
     def dtype(self) -> torch.dtype | None:
         """Type of the cached numbers; None if the cache is empty."""
         return None if self._keys is None else self._keys.dtype
@@ -290,13 +295,14 @@ class LayerCache:
             self._values = join_right_aligned([self._values[:, :, first:end][rows]], length)
 
     def merge(self, other: "LayerCache", length: int) -> None:
-        """Append the sequences of the same layer of another cache; `length` is as in `Cache.merge`."""
+        """Move the sequences of the same layer of another cache here; `length` is as in `Cache.merge`."""
         own, other_own = self.own_columns(), other.own_columns()
         if self._shared is not None and other._shared is not None:
             (keys, values), (other_keys, other_values) = self._shared, other._shared
             self._shared = join_right_aligned([keys, other_keys]), join_right_aligned([values, other_values])
             length -= self._shared[0].shape[2]
         self._keys, self._values = (join_right_aligned(parts, length) for parts in zip(own, other_own, strict=True))
+        other._keys = other._values = other._shared = None
 
     def own_columns(self) -> tuple[Tensor, Tensor]:
         """Return the filled columns that are not shared, of keys and of values."""

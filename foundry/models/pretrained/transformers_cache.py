@@ -31,11 +31,13 @@ class TransformersCache(Cache):
         """Append the sequences of another cache; arguments as in `Cache`."""
         pairs = zip(self.layers_cache.layers, newcomers.layers_cache.layers, strict=True)
         filled = [pair for pair in pairs if pair[0].is_initialized]  # some layers use the keys of other layers
-        self._align(newcomers, filled[0][0].keys, filled[0][1].keys)
+        counts = [len(layer.keys) for layer in filled[0]]
+        self._align(newcomers, counts, filled[0][0].keys.device)
         self.length = length
         for layer, other in filled:
             layer.keys = join_right_aligned([layer.keys, other.keys])
             layer.values = join_right_aligned([layer.values, other.values])
+            other.keys = other.values = None
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.cumulative_length = self.filled
 
