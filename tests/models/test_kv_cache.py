@@ -138,7 +138,7 @@ def test_merged_caches_match_separate_sequences(model, repeats):
 
     cache, sequences = read(model, [draw(8), draw(3)], repeats, 12)
     kept = {2: slice(None, None, 2), 4: slice(repeats, None), 7: slice(-3, None)}
-    joining = {1: (2, 9), 2: (1, 4), 4: (5,), 5: (1,)}
+    joining = {1: (2, 9), 2: (1, 4), 4: (5,), 5: (1, 17)}
     for step in range(10):
         if step in kept:
             rows = torch.arange(len(sequences))[kept[step]]
@@ -151,10 +151,10 @@ def test_merged_caches_match_separate_sequences(model, repeats):
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
         if step in joining:
             newcomers, new = read(model, [draw(length) for length in joining[step]], repeats, None)
-            cache.merge(newcomers, 20)
+            cache.merge(newcomers, CONTEXT)
             sequences += new
             assert cache.can_merge
-            assert cache.length == 20
+            assert cache.length == CONTEXT
     assert cache.filled == max(map(len, sequences))
 
 
