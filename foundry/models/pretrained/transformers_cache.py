@@ -25,11 +25,12 @@ class TransformersCache(Cache):
     def __init__(self, config: PreTrainedConfig, length: int, padding: Tensor | None = None) -> None:
         super().__init__(length, padding)
         self.layers_cache = DynamicCache(config=config)
-        self.can_merge = all(type(layer) in _ATTENTION_LAYERS for layer in self.layers_cache.layers)
+        self._layers: list[Any] = self.layers_cache.layers
+        self.can_merge = all(type(layer) in _ATTENTION_LAYERS for layer in self._layers)
 
     def merge(self, newcomers: Self, length: int) -> None:
         """Append the sequences of another cache; arguments as in `Cache`."""
-        pairs = zip(self.layers_cache.layers, newcomers.layers_cache.layers, strict=True)
+        pairs = zip(self._layers, newcomers._layers, strict=True)
         filled = [pair for pair in pairs if pair[0].is_initialized]  # some layers use the keys of other layers
         counts = [len(layer.keys) for layer in filled[0]]
         self._align(newcomers, counts, filled[0][0].keys.device)
@@ -44,7 +45,7 @@ class TransformersCache(Cache):
     def _keep(self, rows: Tensor) -> None:
         self.layers_cache.batch_select_indices(rows)
         if self.can_merge and self._drop_padding():
-            for layer in self.layers_cache.layers:
+            for layer in self._layers:
                 _drop_columns(layer, self.filled)
 
 
