@@ -1,4 +1,4 @@
-"""Places of a batch, and the order in which prompts enter them."""
+"""Places of a batch, and the prompts that wait for them."""
 
 from collections.abc import Sequence
 

@@ -23,7 +23,7 @@ class Cache(ABC):
 
     Attributes:
         filled: number of columns in the cache.
-        can_merge: whether `merge` is implemented, so that sequences can join others that are being continued.
+        can_merge: whether `merge` is implemented, which adds sequences to a cache in use.
     """
 
     can_merge: bool = False
@@ -79,7 +79,7 @@ class Cache(ABC):
         return unused
 
     def _align(self, newcomers: Self, counts: Sequence[int], device: torch.device) -> None:
-        """Set the number of columns and the padding to those of the sequences of both caches.
+        """Add the sequences of another cache to the padding, and set the number of columns.
 
         Args:
             newcomers: the other cache.
@@ -94,7 +94,7 @@ class Cache(ABC):
 
 
 def join_right_aligned(parts: Sequence[Tensor], length: int | None = None) -> Tensor:
-    """Return the columns of all sequences, (sequences, heads, length, head_dim), zero where there are none.
+    """Return the columns of all sequences, (sequences, heads, length, head_dim); the other columns are zero.
 
     Args:
         parts: (sequences, heads, columns, head_dim) each; all end at the same column.
@@ -203,7 +203,7 @@ class KVCache(Cache):
             layer.keep(rows, first, end)
 
     def _keep_shared(self, rows: Tensor, shared: SharedColumns) -> int:
-        """Keep the shared columns of some continuations; return the number of their own columns that are padding."""
+        """Keep the shared columns of some continuations; return how many columns after these are dropped."""
         first = int(shared.own_padding[rows].min())
         self.shared, sequences = shared.keep(rows)
         unused = shared.count - self.shared.count

@@ -1,4 +1,4 @@
-"""Prompts that enter while others are continued get the continuations that they get alone."""
+"""Continuous batches give the same continuations as one prompt at a time."""
 
 from dataclasses import replace
 
@@ -121,7 +121,7 @@ def test_lockstep_continues_chunks_of_equal_steps():
 
 
 def test_bfloat16_log_probs_match_one_prompt_at_a_time_to_its_precision():
-    """Sampled tokens may differ after a rounding error, so that the log-probabilities are those of equal prefixes."""
+    """A rounding error can change a token, so the log-probabilities of equal prefixes are compared."""
     model, prompts = MODELS["transformer"], [[1, 2, number // 3] for number in range(18)]
     with torch.autocast("cpu", torch.bfloat16):
         found = continued(model, prompts, DECODING, batch_size=6)

@@ -12,7 +12,7 @@ class SharedColumns:
         padding: (sequences,) int64, shared columns that are padding of each sequence.
         rows: (continuations,) int64, index of the sequence of each continuation; each sequence has one.
         own_padding: (continuations,) int64, columns after the shared ones that are padding of each continuation; None
-            if there are none.
+            means 0.
     """
 
     def __init__(self, count: int, padding: Tensor, rows: Tensor, own_padding: Tensor | None = None) -> None:
@@ -102,7 +102,7 @@ class SharedColumns:
 
 
 def _padding_bias(padding: Tensor) -> Tensor | None:
-    """Return the bias of attention scores to the columns that are padding in any row; None if there are none.
+    """Return the bias of attention scores to the columns that are padding in any row; None without padding.
 
     Args:
         padding: (rows,) int64, padding columns of each row, which come first.

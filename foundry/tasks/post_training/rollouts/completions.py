@@ -170,7 +170,7 @@ def _rows(
 
 
 def place(completions: Completions, batch: CompletionBatch, first: int) -> None:
-    """Copy a batch of completions into `completions`, in which the first prompt of the rank has the row `first`."""
+    """Copy a batch of completions into `completions`; the first prompt of the rank has the row number `first`."""
     start, longest = first + batch.start, batch.tokens.shape[1]
     rows = slice(start, start + len(batch.tokens))
     completions.tokens[rows, :longest] = batch.tokens

@@ -104,8 +104,7 @@ class RolloutSource:
         num_generating = math.ceil(settings.samples_per_rollout / settings.generation_batch_size)
         if num_generating < self._world.dp_size:
             message = (
-                "objective.generation_batch_size=%d is so large that %d of %d ranks generate all answers of a rollout; "
-                "the others generate nothing"
+                "objective.generation_batch_size=%d is so large that only %d of %d ranks generate answers; lower it"
             )
             log.warning(message, settings.generation_batch_size, num_generating, self._world.dp_size)
         self._context = context_of(model, data)

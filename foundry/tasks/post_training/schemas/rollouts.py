@@ -30,7 +30,7 @@ class Rollouts:
     )
     updates_per_rollout: int = setting(1, "optimizer steps per rollout, each on a part of the prompts", ge=1, le=10**6)
     generation_batch_size: int = setting(
-        32, "completions that a rank generates at a time; others start when some finish", ge=1, le=10**6
+        32, "completions that a rank generates at a time; new ones start when some finish", ge=1, le=10**6
     )
     generation_temperature: float = setting(
         1.0, "sampling temperature; 0: the most likely token, so that all completions of a prompt are equal", ge=0, le=1
