@@ -103,9 +103,7 @@ class RolloutSource:
         )
         num_generating = math.ceil(settings.samples_per_rollout / settings.generation_batch_size)
         if num_generating < self._world.dp_size:
-            message = (
-                "objective.generation_batch_size=%d is so large that only %d of %d ranks generate answers; lower it"
-            )
+            message = "objective.generation_batch_size=%d leaves answers to only %d of %d ranks; lower it"
             log.warning(message, settings.generation_batch_size, num_generating, self._world.dp_size)
         self._context = context_of(model, data)
         _check_prompts(data, self._judge, self._context - self._decoding.max_new_tokens)
