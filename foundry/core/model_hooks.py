@@ -76,6 +76,7 @@ class ModelHooks(Protocol):
     def new_cache(self, length: int, padding: Tensor | None = None) -> Any:
         """Return a `foundry.models.kv_cache.Cache` for the argument `cache` of `forward`.
 
+        If its `can_merge` is false, a prompt does not enter a batch before all prompts in the batch are finished.
         For a model without this method, each generated token needs a forward pass over the whole sequence.
         """
         ...

@@ -1,9 +1,9 @@
 """Batched continuation of prompts, by greedy decoding or sampling."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from foundry.core.keyed_random import keyed_sequences
 from foundry.core.model_hooks import hook
+from foundry.generation.places import Places
 from foundry.generation.sampling import draw_tokens, filtered
 
 
@@ -85,6 +86,10 @@ def generate(
 ) -> list[Continuation]:
     """Continue prompts; samples depend on seed, key and position in the continuation, not on the other prompts.
 
+    Up to `batch_size` prompts are continued together. When continuations end, the next prompts enter the batch. Prompts
+    are continued in separate batches instead if the cache of the model cannot be merged, if a sequence may outgrow the
+    context, or in lockstep.
+
     If a sequence outgrows the context, the model either reads the last `context` tokens again for each new token
     (`is_sliding`), or the continuation ends.
 
@@ -107,28 +112,19 @@ def generate(
     """
     model = model.module if isinstance(model, DistributedDataParallel) else model  # DDP only reduces gradients
     keys = range(len(prompts)) if keys is None else keys
-    size = batch_size if _new_cache(model, 1) is not None else 1
-    results, was_training = list[Continuation](), model.training
+    sequences = [_Sequence(list(prompt), len(prompt), key) for prompt, key in zip(prompts, keys, strict=True)]
+    if images is not None:
+        for sequence, seen in zip(sequences, images, strict=True):
+            sequence.images = seen
+    batch = _Batch(model, decoding, context=context, device=device, is_sliding=is_sliding, in_lockstep=in_lockstep)
+    was_training = model.training
     model.eval()
     try:
         with disable_compilation():  # otherwise each length would be compiled separately
-            for start in range(0, len(prompts), size):
-                batch_slice = slice(start, start + size)
-                seen = None if images is None else torch.stack(list(images[batch_slice])).to(device)
-                batch = _Batch(
-                    model,
-                    prompts[batch_slice],
-                    keys[batch_slice],
-                    decoding,
-                    context=context,
-                    device=device,
-                    images=seen,
-                )
-                batch.run(is_sliding=is_sliding, in_lockstep=in_lockstep, heartbeat=heartbeat)
-                results += batch.continuations()
+            batch.run(sequences, batch_size, heartbeat)
     finally:
         model.train(was_training)
-    return results
+    return [sequence.continuation() for sequence in sequences]
 
 
 def _new_cache(model: nn.Module, length: int, padding: Tensor | None = None) -> Any:
@@ -136,85 +132,154 @@ def _new_cache(model: nn.Module, length: int, padding: Tensor | None = None) -> 
     return None if make is None else make(length, padding)
 
 
+@dataclass(eq=False)
+class _Sequence:
+    """A prompt with its continuation.
+
+    Attributes:
+        tokens: the prompt and the generated tokens.
+        num_prompt: number of tokens of the prompt.
+        key: key of the random numbers.
+        images: images of the prompt.
+        uniforms: random number of each generated token.
+        log_probs: recorded log-probabilities.
+        steps: forward passes since the sequence entered the batch.
+        is_ended: whether the last token is a stop token.
+    """
+
+    tokens: list[int]
+    num_prompt: int
+    key: int
+    images: Tensor | None = None
+    uniforms: Sequence[float] = ()
+    log_probs: list[float] = field(default_factory=list)
+    steps: int = 0
+    is_ended: bool = False
+
+    def continuation(self) -> Continuation:
+        return Continuation(tuple(self.tokens[self.num_prompt :]), self.is_ended, tuple(self.log_probs))
+
+
 class _Batch:
-    """Prompts that are continued together; `_drop_finished` removes prompts whose continuation has ended."""
+    """Sequences that are continued together."""
 
     def __init__(
         self,
         model: nn.Module,
-        prompts: Sequence[Sequence[int]],
-        keys: Sequence[int],
         decoding: Decoding,
         *,
         context: int,
         device: torch.device,
-        images: Tensor | None = None,
+        is_sliding: bool,
+        in_lockstep: bool,
     ) -> None:
         self._model, self._decoding, self._context, self._device = model, decoding, context, device
-        self._inputs = {} if images is None else {"images": images}
-        self._prompts = [len(prompt) for prompt in prompts]
-        self._sequences = [list(prompt) for prompt in prompts]
-        self._log_probs: list[list[float]] = [[] for _ in prompts]
-        self._is_ended = [False] * len(prompts)
-        self._is_done = [False] * len(prompts)  # ended by a stop token, or without sliding at the end of the context
-        self._rows = list(range(len(prompts)))  # indices of the prompts in the model's batch
+        self._is_sliding, self._in_lockstep = is_sliding, in_lockstep
+        self._rows: list[_Sequence] = []  # in the order of the model's batch
         self._cache: Any = None
-        num_drawn = decoding.max_new_tokens if decoding.temperature > 0 else 0
-        self._uniforms = keyed_sequences(decoding.seed, keys, num_drawn, stream=decoding.stream)
+        self._has_repeats = False  # whether a prompt has several continuations
 
-    def run(self, *, is_sliding: bool, in_lockstep: bool, heartbeat: Callable[[str], None] | None = None) -> None:
-        for step in range(self._decoding.max_new_tokens):
+    def run(self, sequences: Sequence[_Sequence], batch_size: int, heartbeat: Callable[[str], None] | None) -> None:
+        waiting = [sequence for sequence in sequences if not self._leaves(sequence)]
+        prompts = [tuple(sequence.tokens) for sequence in waiting]
+        self._has_repeats = len(set(prompts)) < len(prompts)
+        places = self._places(prompts, batch_size)
+        while True:
             if heartbeat is not None:
                 heartbeat("generating answers")
-            self._is_done = [
-                is_ended or (not is_sliding and len(sequence) >= self._context)
-                for is_ended, sequence in zip(self._is_ended, self._sequences, strict=True)
-            ]
-            if not in_lockstep:
-                self._drop_finished()
-                if not self._rows:
-                    break
-            self._add(*self._choose(self._read(self._decoding.max_new_tokens - step), step))
+            is_active = [not self._leaves(sequence) for sequence in self._rows]
+            entering = [waiting[index] for index in places.enter(sum(is_active))]
+            if not (any(is_active) or entering):
+                break
+            self._drop_finished(is_active, makes_room=bool(entering))
+            self._add(*self._choose(self._read(entering)))
 
-    def continuations(self) -> Iterator[Continuation]:
-        rows = zip(self._prompts, self._sequences, self._is_ended, self._log_probs, strict=True)
-        for length, sequence, is_ended, log_probs in rows:
-            yield Continuation(tuple(sequence[length:]), is_ended, tuple(log_probs))
+    def _places(self, prompts: Sequence[Sequence[int]], batch_size: int) -> Places:
+        """Return the places of the batch; it decides whether prompts enter while other prompts are continued."""
+        cache = _new_cache(self._model, 1)
+        longest = max(map(len, prompts), default=0) + self._decoding.max_new_tokens - 1
+        joins = cache is not None and cache.can_merge and longest <= self._context and not self._in_lockstep
+        return Places(prompts, 1 if cache is None else batch_size, joins=joins)
 
-    def _read(self, num_left: int) -> Tensor:
-        """Return the logits of the next token, (rows, vocab) float32; `num_left` tokens remain to be generated."""
-        sequences = [self._sequences[row] for row in self._rows]
-        expanded: Tensor | None = None
-        if self._cache is not None and self._cache.filled < self._cache.length:
-            tokens = torch.tensor([sequence[-1:] for sequence in sequences], device=self._device)
-        else:
-            row_windows = [tuple(sequence[-self._context :]) for sequence in sequences]
-            windows = list(dict.fromkeys(row_windows))  # a prompt with several answers is read once
-            if len(windows) < len(row_windows):
-                places = {window: place for place, window in enumerate(windows)}
-                expanded = torch.tensor([places[window] for window in row_windows], device=self._device)
-            longest = max(map(len, windows))
-            padding_lengths = [longest - len(window) for window in windows]
-            padding = torch.tensor(padding_lengths, device=self._device) if any(padding_lengths) else None
-            self._cache = _new_cache(self._model, min(self._context, longest + num_left - 1), padding)
-            padded = [
-                [0] * num_padding + list(window) for num_padding, window in zip(padding_lengths, windows, strict=True)
-            ]
-            tokens = torch.tensor(padded, device=self._device)
-        cache = {} if self._cache is None else {"cache": self._cache}
-        logits: Tensor = self._model(tokens, return_logits=True, **cache, **self._inputs).logits[:, -1]
-        if expanded is not None:
-            logits = logits[expanded]
-            self._cache.expand(expanded)
+    def _is_done(self, sequence: _Sequence) -> bool:
+        """Return whether the sequence gets no more tokens."""
+        num_tokens = len(sequence.tokens)
+        is_full = not self._is_sliding and num_tokens >= self._context
+        return sequence.is_ended or is_full or num_tokens - sequence.num_prompt >= self._decoding.max_new_tokens
+
+    def _leaves(self, sequence: _Sequence) -> bool:
+        return sequence.steps >= self._decoding.max_new_tokens if self._in_lockstep else self._is_done(sequence)
+
+    def _drop_finished(self, is_active: Sequence[bool], *, makes_room: bool) -> None:
+        """Remove finished rows for entering prompts, if the cache is full, or if they are half of the batch."""
+        rows = [row for row, is_row_active in enumerate(is_active) if is_row_active]
+        is_due = makes_room or self._is_full or 2 * len(rows) <= len(is_active)
+        if len(rows) == len(is_active) or not is_due:
+            return
+        self._rows = [self._rows[row] for row in rows]
+        if not rows:
+            self._cache = None
+        elif self._cache is not None:
+            self._cache.keep(torch.tensor(rows, device=self._device))
+
+    @property
+    def _is_full(self) -> bool:
+        return self._cache is None or self._cache.filled == self._cache.length
+
+    def _read(self, entering: Sequence[_Sequence]) -> Tensor:
+        """Return the logits of the next token of the rows and of `entering`, new rows; (rows, vocab) float32."""
+        max_new_tokens = self._decoding.max_new_tokens
+        if self._is_full:
+            self._rows += entering
+            num_left = max_new_tokens - min(sequence.steps for sequence in self._rows)
+            self._cache, logits = self._read_windows(self._rows, num_left)
+            return logits.float()
+        logits = self._forward(torch.tensor([row.tokens[-1:] for row in self._rows], device=self._device), self._cache)
+        if entering:
+            cache, first_logits = self._read_windows(entering, 1)
+            self._rows += entering
+            self._cache.merge(cache, max(row.num_prompt for row in self._rows) + max_new_tokens - 1)
+            logits = torch.cat((logits, first_logits))
         return logits.float()
 
-    def _choose(self, logits: Tensor, step: int) -> tuple[list[int], list[float]]:
+    def _read_windows(self, sequences: Sequence[_Sequence], num_left: int) -> tuple[Any, Tensor]:
+        """Read the last tokens of each sequence; return their cache, and the logits of the next token, (rows, vocab).
+
+        The cache has space for the tokens that are read if `num_left` more tokens are generated.
+        """
+        row_windows = [tuple(sequence.tokens[-self._context :]) for sequence in sequences]
+        windows = list(dict.fromkeys(row_windows)) if self._has_repeats else row_windows
+        longest = max(map(len, windows))
+        padding_lengths = [longest - len(window) for window in windows]
+        padding = torch.tensor(padding_lengths, device=self._device) if any(padding_lengths) else None
+        cache = _new_cache(self._model, min(self._context, longest + num_left - 1), padding)
+        padded = [
+            [0] * num_padding + list(window) for num_padding, window in zip(padding_lengths, windows, strict=True)
+        ]
+        images = [sequence.images for sequence in sequences if sequence.images is not None]
+        inputs = {"images": torch.stack(images).to(self._device)} if images else {}
+        logits = self._forward(torch.tensor(padded, device=self._device), cache, **inputs)
+        if self._has_repeats:
+            places = {window: place for place, window in enumerate(windows)}
+            expanded = torch.tensor([places[window] for window in row_windows], device=self._device)
+            logits = logits[expanded]
+            if cache is not None:
+                cache.expand(expanded)
+        return cache, logits
+
+    def _forward(self, tokens: Tensor, cache: Any, **inputs: Tensor) -> Tensor:
+        """Return the logits of the last column, (rows, vocab); the tokens are appended to the cache, if any."""
+        from_cache = {} if cache is None else {"cache": cache}
+        logits: Tensor = self._model(tokens, return_logits=True, **from_cache, **inputs).logits[:, -1]
+        return logits
+
+    def _choose(self, logits: Tensor) -> tuple[list[int], list[float]]:
         """Return the next token of each row, and its log-probability if it is recorded."""
         decoding, token_ids, scores = self._decoding, logits.argmax(-1), logits
         if decoding.temperature > 0:
             scores = filtered(logits, temperature=decoding.temperature, top_k=decoding.top_k, top_p=decoding.top_p)
             # If the temperature is so small that the division overflows, use the argmax.
-            sampled = draw_tokens(scores, self._uniforms[self._rows, step])
+            sampled = draw_tokens(scores, self._next_uniforms())
             token_ids = torch.where(scores.amax(-1).isfinite(), sampled, token_ids)
         log_probs: list[float] = []
         if decoding.keeps_log_probs:
@@ -222,18 +287,21 @@ class _Batch:
         tokens: list[int] = token_ids.tolist()
         return tokens, log_probs
 
+    def _next_uniforms(self) -> Tensor:
+        """Return the random number of each row for its next token, (rows,) float64."""
+        if new := [row for row in self._rows if not row.uniforms]:
+            keys, last = [row.key for row in new], self._decoding.max_new_tokens
+            drawn = keyed_sequences(self._decoding.seed, keys, last, stream=self._decoding.stream).tolist()
+            for row, uniforms in zip(new, drawn, strict=True):
+                row.uniforms = uniforms
+        # A finished row that is still in the batch may have had more steps than numbers.
+        numbers = [row.uniforms[min(row.steps, len(row.uniforms) - 1)] for row in self._rows]
+        return torch.tensor(numbers, dtype=torch.float64)
+
     def _add(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
         for place, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
-            if not self._is_done[row]:
-                self._sequences[row].append(token)
-                self._log_probs[row] += log_probs[place : place + 1]
-                self._is_ended[row] = token in self._decoding.stop_ids
-
-    def _drop_finished(self) -> None:
-        """Remove finished rows if they are at least half of the batch, or if the cache is full or does not exist."""
-        active = [index for index, row in enumerate(self._rows) if not self._is_done[row]]
-        is_full = self._cache is None or self._cache.filled == self._cache.length
-        if 2 * len(active) <= len(self._rows) or is_full:
-            self._rows = [self._rows[index] for index in active]
-            if self._cache is not None and self._rows:
-                self._cache.keep(torch.tensor(active, device=self._device))
+            row.steps += 1
+            if not self._is_done(row):
+                row.tokens.append(token)
+                row.log_probs += log_probs[place : place + 1]
+                row.is_ended = token in self._decoding.stop_ids

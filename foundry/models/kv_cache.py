@@ -1,10 +1,13 @@
 """Key-value caches, so that generation processes each token only once."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
 
+from foundry.models.decoder.shared_columns import SharedColumns
 from foundry.models.varlen import DocumentBounds, has_kernel
 
 
@@ -20,7 +23,10 @@ class Cache(ABC):
 
     Attributes:
         filled: number of columns in the cache.
+        can_merge: whether `merge` is implemented, which adds sequences to a cache in use.
     """
+
+    can_merge: bool = False
 
     def __init__(self, length: int, padding: Tensor | None = None) -> None:
         self.length, self.padding = length, padding
@@ -36,7 +42,7 @@ class Cache(ABC):
         self.filled += seq_len
 
     def keep(self, rows: Tensor) -> None:
-        """Select the sequences to keep.
+        """Select the sequences to keep; a cache that can merge drops columns that are padding in all of them.
 
         Args:
             rows: (kept,) int64, ascending indices of the sequences; a repeated index duplicates a sequence.
@@ -52,8 +58,59 @@ class Cache(ABC):
         """
         self.keep(rows)
 
+    def merge(self, newcomers: Self, length: int) -> None:
+        """Append the sequences of another cache of the same model, which must not be used afterwards.
+
+        Args:
+            newcomers: the other cache; `expand` has been called on both or on neither.
+            length: maximum number of columns from now on.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot be merged")
+
     @abstractmethod
     def _keep(self, rows: Tensor) -> None: ...
+
+    def _drop_padding(self) -> int:
+        """Count out the columns that are padding in all sequences; return their number."""
+        if self.padding is None:
+            return 0
+        unused = int(self.padding.min())
+        self.filled, self.padding = self.filled - unused, _none_if_zero(self.padding - unused)
+        return unused
+
+    def _align(self, newcomers: Self, counts: Sequence[int], device: torch.device) -> None:
+        """Add the sequences of another cache to the padding, and set the number of columns.
+
+        Args:
+            newcomers: the other cache.
+            counts: number of sequences of this cache and of the other one.
+            device: device of the padding.
+        """
+        width, parts = max(self.filled, newcomers.filled), list[Tensor]()
+        for cache, count in zip((self, newcomers), counts, strict=True):
+            padding = torch.zeros(count, dtype=torch.int64, device=device) if cache.padding is None else cache.padding
+            parts.append(padding + width - cache.filled)
+        self.filled, self.padding = width, _none_if_zero(torch.cat(parts))
+
+
+def join_right_aligned(parts: Sequence[Tensor], length: int | None = None) -> Tensor:
+    """Return the columns of all sequences, (sequences, heads, length, head_dim); the other columns are zero.
+
+    Args:
+        parts: (sequences, heads, columns, head_dim) each; all end at the same column.
+        length: number of columns of the result; None for the largest number of columns in `parts`.
+    """
+    width = max(part.shape[2] for part in parts)
+    shape = sum(map(len, parts)), parts[0].shape[1], width if length is None else length, parts[0].shape[3]
+    joined, start = parts[0].new_zeros(shape), 0
+    for part in parts:
+        joined[start : start + len(part), :, width - part.shape[2] : width] = part
+        start += len(part)
+    return joined
+
+
+def _none_if_zero(padding: Tensor) -> Tensor | None:
+    return padding if bool(padding.any()) else None
 
 
 class KVCache(Cache):
@@ -64,6 +121,8 @@ class KVCache(Cache):
         length: maximum number of columns.
         padding: as in `Cache`.
     """
+
+    can_merge = True
 
     def __init__(self, num_layers: int, length: int, padding: Tensor | None = None) -> None:
         super().__init__(length, padding)
@@ -79,10 +138,26 @@ class KVCache(Cache):
         if any(layer.dtype is not torch.float32 for layer in self.layers):
             self.keep(rows)
             return
-        self.shared = SharedColumns(self.filled, self.padding, rows)
+        padding = rows.new_zeros(int(rows.max()) + 1) if self.padding is None else self.padding
+        self.shared = SharedColumns(self.filled, padding, rows)
         for layer in self.layers:
             layer.share()
         self.padding = None if self.padding is None else self.padding[rows]
+
+    def merge(self, newcomers: Self, length: int) -> None:
+        """Append the sequences of another cache; arguments as in `Cache`."""
+        assert (self.shared is None) == (newcomers.shared is None)
+        counts = [len(cache.layers[0].own_columns()[0]) for cache in (self, newcomers)]
+        for layer, other in zip(self.layers, newcomers.layers, strict=True):
+            layer.merge(other, length)
+        if self.shared is None or newcomers.shared is None:
+            self._align(newcomers, counts, self.layers[0].device)
+        else:
+            columns, other_columns = self.filled - self.shared.count, newcomers.filled - newcomers.shared.count
+            self.shared = self.shared.merge(newcomers.shared, columns, other_columns)
+            self.filled = self.shared.count + max(columns, other_columns)
+            self.padding = _none_if_zero(self.shared.total_padding)
+        self.length = length
 
     def mask(self, seq_len: int, device: torch.device) -> Tensor | None:
         """Return the attention mask of the next columns, (batch or 1, 1, seq_len, filled + seq_len) bool.
@@ -118,85 +193,25 @@ class KVCache(Cache):
         return DocumentBounds.of_padded(self.padding, seq_len)
 
     def _keep(self, rows: Tensor) -> None:
+        end = self.filled
+        if self.shared is None:
+            first = self._drop_padding()
+        else:
+            end -= self.shared.count
+            first = self._keep_shared(rows, self.shared)
         for layer in self.layers:
-            layer.keep(rows)
-        if self.shared is not None:
-            self.shared, sequences = self.shared.keep(rows)
-            for layer in self.layers:
-                layer.keep_shared(sequences)
+            layer.keep(rows, first, end)
 
-
-class SharedColumns:
-    """Columns of sequences that several continuations share.
-
-    Args:
-        count: number of shared columns.
-        padding: (sequences,) int64, as in `Cache`.
-        rows: (continuations,) int64, index of the sequence of each continuation; each sequence has one.
-    """
-
-    def __init__(self, count: int, padding: Tensor | None, rows: Tensor) -> None:
-        self.count, self._padding, self._rows = count, padding, rows
-        counts, order = rows.bincount(), rows.argsort(stable=True)
-        self._shape = len(counts), int(counts.max())
-        numbers = torch.empty_like(rows)
-        numbers[order] = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows[order]]
-        places = rows * self._shape[1] + numbers
-        # Places of the continuations in a grid of sequences and their continuations; None if all are in order.
-        is_grid = torch.equal(places, torch.arange(self._shape[0] * self._shape[1], device=rows.device))
-        self._places = None if is_grid else places
-        self._bias: Tensor | None = None
-        if padding is not None:
-            is_padding = torch.arange(count, device=rows.device) < padding[:, None]
-            self._bias = torch.zeros(is_padding.shape, device=rows.device).masked_fill(is_padding, -torch.inf)
-
-    def keep(self, rows: Tensor) -> tuple["SharedColumns", Tensor]:
-        """Return the shared columns of some continuations, and the indices of their sequences, (kept sequences,) int64.
-
-        Args:
-            rows: (kept,) int64, indices of the continuations.
-        """
-        sequences, indices = torch.unique(self._rows[rows], return_inverse=True)
-        padding = None if self._padding is None else self._padding[sequences]
-        return SharedColumns(self.count, padding, indices), sequences
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, shared_key: Tensor, shared_value: Tensor) -> Tensor:
-        """Compute the attention of one new column to the shared columns and to the columns of each continuation.
-
-        Args:
-            query: (continuations, heads, 1, head_dim) float32.
-            key: (continuations, kv heads, columns, head_dim), columns after the shared ones.
-            value: same shape as `key`.
-            shared_key: (sequences, kv heads, shared columns, head_dim).
-            shared_value: same shape as `shared_key`.
-
-        Returns:
-            (continuations, heads, 1, head_dim).
-        """
-        by_kv_head = query.view(len(query), key.shape[1], -1, query.shape[-1]) * query.shape[-1] ** -0.5
-        scores = torch.matmul(self._to_grid(by_kv_head), shared_key.transpose(-1, -2))
-        if self._bias is not None:
-            scores = scores + self._bias[:, None, None]
-        own_scores = torch.matmul(by_kv_head, key.transpose(-1, -2))
-        weights = torch.cat((self._from_grid(scores, by_kv_head.shape[2]), own_scores), dim=-1).softmax(-1)
-        shared_weights, own_weights = torch.split(weights, [self.count, key.shape[2]], dim=-1)
-        shared = torch.matmul(self._to_grid(shared_weights), shared_value)
-        output = self._from_grid(shared, by_kv_head.shape[2]) + torch.matmul(own_weights, value)
-        return output.reshape(query.shape)
-
-    def _to_grid(self, rows: Tensor) -> Tensor:
-        """Convert (continuations, kv heads, groups, n) to (sequences, kv heads, continuations * groups, n)."""
-        if self._places is not None:
-            grid = rows.new_zeros(self._shape[0] * self._shape[1], *rows.shape[1:])
-            rows = grid.index_copy_(0, self._places, rows)
-        return rows.view(*self._shape, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
-
-    def _from_grid(self, grid: Tensor, num_groups: int) -> Tensor:
-        """Convert (sequences, kv heads, continuations * groups, n) to (continuations, kv heads, groups, n)."""
-        num_sequences, num_kv_heads, _, width = grid.shape
-        by_continuation = grid.view(num_sequences, num_kv_heads, self._shape[1], num_groups, width)
-        rows = by_continuation.transpose(1, 2).flatten(0, 1)
-        return rows if self._places is None else rows[self._places]
+    def _keep_shared(self, rows: Tensor, shared: SharedColumns) -> int:
+        """Keep the shared columns of some continuations; return how many columns after these are dropped."""
+        first = int(shared.own_padding[rows].min())
+        self.shared, sequences = shared.keep(rows)
+        unused = shared.count - self.shared.count
+        for layer in self.layers:
+            layer.keep_shared(sequences, unused)
+        self.length, self.filled = self.length - unused, self.filled - unused - first
+        self.padding = _none_if_zero(self.shared.total_padding)
+        return first
 
 
 class LayerCache:
@@ -211,6 +226,11 @@ class LayerCache:
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
         self._shared: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the cached numbers; the cache must not be empty."""
+        return self.own_columns()[0].device
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -250,13 +270,47 @@ class LayerCache:
         self._shared = self._keys[:, :, :filled].contiguous(), self._values[:, :, :filled].contiguous()
         self._keys = self._values = None
 
-    def keep_shared(self, sequences: Tensor) -> None:
-        """Select the sequences whose shared columns to keep, (kept,) int64."""
+    def keep_shared(self, sequences: Tensor, first: int) -> None:
+        """Select shared columns.
+
+        Args:
+            sequences: (kept,) int64, the sequences whose shared columns to keep.
+            first: first column to keep.
+        """
         assert self._shared is not None
         keys, values = self._shared
-        self._shared = keys[sequences], values[sequences]
+        self._shared = keys[:, :, first:][sequences], values[:, :, first:][sequences]
 
-    def keep(self, rows: Tensor) -> None:
-        """Select the sequences to keep."""
+    def keep(self, rows: Tensor, first: int, end: int) -> None:
+        """Select continuations and their columns that are not shared.
+
+        Args:
+            rows: (kept,) int64, the continuations to keep.
+            first: first column to keep.
+            end: end of the filled columns.
+        """
         if self._keys is not None and self._values is not None:
-            self._keys, self._values = self._keys[rows], self._values[rows]
+            length = self._keys.shape[2]
+            self._keys = join_right_aligned([self._keys[:, :, first:end][rows]], length)
+            self._values = join_right_aligned([self._values[:, :, first:end][rows]], length)
+
+    def merge(self, other: "LayerCache", length: int) -> None:
+        """Move the sequences of the same layer of another cache here; `length` is as in `Cache.merge`."""
+        own, other_own = self.own_columns(), other.own_columns()
+        if self._shared is not None and other._shared is not None:
+            (keys, values), (other_keys, other_values) = self._shared, other._shared
+            self._shared = join_right_aligned([keys, other_keys]), join_right_aligned([values, other_values])
+            length -= self._shared[0].shape[2]
+        self._keys, self._values = (join_right_aligned(parts, length) for parts in zip(own, other_own, strict=True))
+        other._keys = other._values = other._shared = None
+
+    def own_columns(self) -> tuple[Tensor, Tensor]:
+        """Return the filled columns that are not shared, of keys and of values."""
+        cache = self._model_cache
+        first = 0 if cache.shared is None else cache.shared.count
+        if self._keys is not None and self._values is not None:
+            return self._keys[:, :, : cache.filled - first], self._values[:, :, : cache.filled - first]
+        assert self._shared is not None
+        assert cache.shared is not None
+        keys, values = (part[:1, :, :0].expand(len(cache.shared.rows), -1, -1, -1) for part in self._shared)
+        return keys, values

@@ -114,6 +114,50 @@ def test_continuations_share_the_columns_of_their_prompt(model, lengths, order):
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
+def read(model, sequences, repeats, length):
+    """Return a cache of sequences that have been read, with several continuations each, and the continuations."""
+    longest = max(map(len, sequences))
+    padding = torch.tensor([longest - len(sequence) for sequence in sequences])
+    cache = model.new_cache(length or longest, padding if padding.any() else None)
+    padded = [torch.nn.functional.pad(s, (longest - len(s), 0)) for s in sequences]
+    last_logits(model, torch.stack(padded), cache=cache)
+    rows = torch.tensor([row for row in range(len(sequences)) for _ in range(repeats)])
+    if repeats > 1:
+        cache.expand(rows)
+    return cache, [sequences[row] for row in rows.tolist()]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_merged_caches_match_separate_sequences(model, repeats):
+    """Shorter and longer prompts join, long sequences leave, and columns that are padding for all are dropped."""
+    generator = torch.Generator().manual_seed(repeats)
+
+    def draw(*shape):
+        return torch.randint(0, VOCAB, shape, generator=generator)
+
+    cache, sequences = read(model, [draw(8), draw(3)], repeats, 12)
+    kept = {2: slice(None, None, 2), 4: slice(repeats, None), 7: slice(-3, None)}
+    joining = {1: (2, 9), 2: (1, 4), 4: (5,), 5: (1, 17)}
+    for step in range(10):
+        if step in kept:
+            rows = torch.arange(len(sequences))[kept[step]]
+            cache.keep(rows)
+            sequences = [sequences[row] for row in rows.tolist()]
+        drawn = draw(len(sequences), 1)
+        sequences = [torch.cat([sequence, new]) for sequence, new in zip(sequences, drawn, strict=True)]
+        logits = last_logits(model, drawn, cache=cache)
+        expected = torch.cat([last_logits(model, sequence[None]) for sequence in sequences])
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+        if step in joining:
+            newcomers, new = read(model, [draw(length) for length in joining[step]], repeats, None)
+            cache.merge(newcomers, CONTEXT)
+            sequences += new
+            assert cache.can_merge
+            assert cache.length == CONTEXT
+    assert cache.filled == max(map(len, sequences))
+
+
 @torch.no_grad()
 def test_prompts_are_stored_once_in_float32_and_copied_in_half_precision():
     model, rows = transformer().eval(), torch.tensor([0] * 5 + [1] * 5)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, masking_utils
+from transformers import AutoModelForCausalLM, PreTrainedModel, masking_utils
 from transformers.configuration_utils import PreTrainedConfig
 
 from foundry.config.configured import configured_by
@@ -23,12 +23,12 @@ from foundry.models.documents import Documents
 from foundry.models.flops import matmul_flops
 from foundry.models.initialisation import draw_weights, matrix_draws, resolve_std
 from foundry.models.keyed_draws import Draw
-from foundry.models.kv_cache import Cache
 from foundry.models.pretrained.base_files import check_weights
 from foundry.models.pretrained.base_sizes import bounded_modules
 from foundry.models.pretrained.config_dropout import put, set_dropouts
 from foundry.models.pretrained.plain_head import has_plain_head
 from foundry.models.pretrained.stored_types import REMEDY, find_wrong_types, folder_types
+from foundry.models.pretrained.transformers_cache import TransformersCache
 from foundry.models.pretrained.transformers_config import refuse_fields, refuse_folder, resolve_config
 from foundry.models.token_log_probs import Read, TokenLogProbs, project_log_probs, read_log_probs
 from foundry.models.token_loss import TokenLoss, project_loss, read_loss
@@ -108,7 +108,7 @@ class HuggingFaceCausalLM(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         *,
-        cache: "TransformersCache | None" = None,
+        cache: TransformersCache | None = None,
         return_logits: bool = False,
         read: Read | None = None,
         per_token: Sequence[Tensor] = (),
@@ -161,7 +161,7 @@ class HuggingFaceCausalLM(nn.Module):
             "no auxiliary loss for the router: nothing balances the experts during training"
         )
 
-    def new_cache(self, length: int, padding: Tensor | None = None) -> "TransformersCache | None":
+    def new_cache(self, length: int, padding: Tensor | None = None) -> TransformersCache | None:
         """Return an empty cache for `forward`; None if the architecture needs another kind of cache.
 
         The arguments are as for `Cache`.
@@ -188,7 +188,7 @@ class HuggingFaceCausalLM(nn.Module):
             return project_loss(hidden, head.weight, targets, token_loss, tile_tokens=self.logprob_tile_tokens)
         return project_log_probs(hidden, head.weight, targets, tile_tokens=self.logprob_tile_tokens, **output_options)
 
-    def _from_cache(self, cache: "TransformersCache", tokens: Tensor) -> dict[str, Any]:
+    def _from_cache(self, cache: TransformersCache, tokens: Tensor) -> dict[str, Any]:
         """Return the keyword arguments that transformers needs to continue from a cache."""
         batch, seq_len = tokens.shape
         inputs: dict[str, Any] = {"past_key_values": cache.layers_cache, "use_cache": True}
@@ -268,23 +268,6 @@ class HuggingFaceCausalLM(nn.Module):
     def import_name(self, name: str) -> str:
         """Return this model's name of the tensor that `export_state` and transformers call `name`."""
         return f"{_PREFIX}{name}"
-
-
-class TransformersCache(Cache):
-    """Wrapper of transformers' own cache, which supports sliding windows and other kinds of layers.
-
-    Args:
-        config: config of the model.
-        length: maximum number of columns.
-        padding: as in `Cache`.
-    """
-
-    def __init__(self, config: PreTrainedConfig, length: int, padding: Tensor | None = None) -> None:
-        super().__init__(length, padding)
-        self.layers_cache = DynamicCache(config=config)
-
-    def _keep(self, rows: Tensor) -> None:
-        self.layers_cache.batch_select_indices(rows)
 
 
 @contextmanager

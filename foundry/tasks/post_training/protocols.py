@@ -84,7 +84,7 @@ class RolloutObjective(Objective):
     def record(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return values of model and frozen models before a rollout's first update, (rows, seq) by name.
 
-        Called without gradients, in eval mode, once for each batch of completions that this rank generates.
+        Called without gradients, in eval mode, with at most `generation_batch_size` completions of this rank at a time.
         """
         return {}
 

@@ -5,10 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.rollout_parts import QUESTIONS, Vowels, make_data, make_model, make_objective, make_source
 
 from foundry.core.errors import ConfigError
 from foundry.tasks.post_training.environments.judge import Judge, Judgement
+from foundry.tasks.post_training.rollouts.source import find_share
 
 PLAIN = {
     "generation_temperature": 1.0,
@@ -67,6 +70,15 @@ def test_completions_do_not_depend_on_generation_batch_size():
     tokens = [[row.tolist() for w in ws for part in w.microbatches for row in part["targets"]] for ws in windows]
     trimmed = [[[token for token in row if token != -100] for row in rows] for rows in tokens]
     assert trimmed[0] == trimmed[1] == trimmed[2]
+
+
+@given(st.integers(1, 99), st.integers(1, 40), st.integers(1, 9))
+def test_completions_of_a_rollout_are_divided_evenly_among_the_ranks(count, batch_size, num_ranks):
+    shares = [range(count)[find_share(count, batch_size, rank, num_ranks)] for rank in range(num_ranks)]
+    assert [number for share in shares for number in share] == list(range(count))
+    lengths = [len(share) for share in shares if share]
+    assert max(lengths) - min(lengths) <= 1
+    assert len(lengths) == num_ranks or max(lengths) <= batch_size
 
 
 def test_rollout_source_resumes_between_updates_bit_for_bit():

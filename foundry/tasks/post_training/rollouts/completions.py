@@ -1,6 +1,6 @@
 """Generation of completions as rows of tokens, with values recorded at sampling time."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,8 +64,13 @@ class Completions:
 
 @dataclass(frozen=True)
 class CompletionBatch:
-    """Completions of a chunk of prompts; tensors are (rows, seq), in host memory."""
+    """Completions of adjacent prompts; tensors are (rows, seq), in host memory.
 
+    Attributes:
+        start: index of the first prompt.
+    """
+
+    start: int
     answers: Sequence[Completion]
     tokens: Tensor
     targets: Tensor
@@ -82,20 +87,22 @@ def complete(
     keys: Sequence[int],
     decoding: Decoding,
     *,
+    batch_size: int,
     context: int,
     world: World,
     autocast: Callable[[], AbstractContextManager[Any]],
     record: Record,
     tokenizer: Any,
     heartbeat: Callable[[str], None],
-) -> CompletionBatch:
-    """Complete prompts in one batch, and record values of the models for these completions by `record`.
+) -> Iterator[CompletionBatch]:
+    """Complete prompts, and yield them in batches, with values of the models that `record` returns for them.
 
     Args:
         model: model with unsharded weights.
         prompts: prompts to complete.
         keys: keys of the random numbers, one for each prompt.
         decoding: sampling settings.
+        batch_size: maximum number of completions that are generated or recorded at a time.
         context: maximum number of tokens that the model accepts.
         world: process group of the run.
         autocast: returns a context manager for forward passes with the precision of the run.
@@ -110,21 +117,34 @@ def complete(
             decoding,
             context=context,
             device=world.device,
-            batch_size=len(prompts),
+            batch_size=batch_size,
             keys=keys,
             is_sliding=False,
             heartbeat=heartbeat,
         )
-    answers, tokens, targets, sampler = _rows(prompts, continuations, tokenizer)
+    for start in range(0, len(prompts), batch_size):
+        heartbeat("recording answers")
+        rows = slice(start, start + batch_size)
+        answers, tokens, targets, sampler = _rows(prompts[rows], continuations[rows], tokenizer)
+        columns = _record(model, tokens.to(world.device), targets.to(world.device), autocast, record)
+        yield CompletionBatch(start, answers, tokens, targets, {"sampler": sampler, **columns})
+
+
+def _record(
+    model: nn.Module,
+    tokens: Tensor,
+    targets: Tensor,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    record: Record,
+) -> dict[str, Tensor]:
     was_training = model.training
     model.eval()
     try:
         with autocast(), disable_compilation():
-            values = record(model, tokens.to(world.device), targets.to(world.device))
+            values = record(model, tokens, targets)
     finally:
         model.train(was_training)
-    columns = {name: column.float().cpu() for name, column in values.items()}
-    return CompletionBatch(answers, tokens, targets, {"sampler": sampler, **columns})
+    return {name: column.float().cpu() for name, column in values.items()}
 
 
 def _rows(
@@ -149,9 +169,10 @@ def _rows(
     return answers, tokens, targets, sampler
 
 
-def place(completions: Completions, batch: CompletionBatch, start: int) -> None:
-    """Copy a batch of completions into the rows of `completions` from `start` on."""
-    rows, longest = slice(start, start + len(batch.tokens)), batch.tokens.shape[1]
+def place(completions: Completions, batch: CompletionBatch, first: int) -> None:
+    """Copy a batch of completions into `completions`; the first prompt of the rank has the row number `first`."""
+    start, longest = first + batch.start, batch.tokens.shape[1]
+    rows = slice(start, start + len(batch.tokens))
     completions.tokens[rows, :longest] = batch.tokens
     completions.targets[rows] = IGNORED_TARGET
     completions.targets[rows, :longest] = batch.targets

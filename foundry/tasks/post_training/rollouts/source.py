@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 class RolloutSource:
     """Generates completions of prompts, and divides each rollout into the windows of several updates.
 
-    A rollout is generated in chunks of `generation_batch_size` completions; rank r generates chunk r and every
-    dp_size-th chunk after it. The content of a chunk and its random numbers do not depend on the number of ranks. All
-    ranks receive all completions. Within a window, completions are distributed over ranks and microbatches as in
-    `Loader`, packed or not. If the model supports it, the completions of a prompt in a microbatch share the tokens of
-    the prompt. Checkpoints between two updates of a rollout contain its tensors.
+    The completions of a rollout are divided evenly among the ranks. If fewer ranks can generate all of them at a time,
+    the other ranks generate none. Random numbers do not depend on the number of ranks. All ranks receive all
+    completions. Within a window, completions are distributed over ranks and microbatches as in `Loader`, packed or not.
+    If the model supports it, the completions of a prompt in a microbatch share the tokens of the prompt. Checkpoints
+    between two updates of a rollout contain its tensors.
 
     Prompts are read in the global order; every rank reads all prompts of a rollout.
 
@@ -101,13 +101,10 @@ class RolloutSource:
             stream=_STREAM,
             keeps_log_probs=True,
         )
-        num_chunks = math.ceil(settings.samples_per_rollout / settings.generation_batch_size)
-        if num_chunks < self._world.dp_size:
-            message = (
-                "objective.generation_batch_size=%d makes %d chunks per rollout, so %d of %d ranks generate nothing"
-            )
-            idle = self._world.dp_size - num_chunks
-            log.warning(message, settings.generation_batch_size, num_chunks, idle, self._world.dp_size)
+        num_generating = math.ceil(settings.samples_per_rollout / settings.generation_batch_size)
+        if num_generating < self._world.dp_size:
+            message = "objective.generation_batch_size=%d leaves answers to only %d of %d ranks; lower it"
+            log.warning(message, settings.generation_batch_size, num_generating, self._world.dp_size)
         self._context = context_of(model, data)
         _check_prompts(data, self._judge, self._context - self._decoding.max_new_tokens)
         self._update = 0  # index of the next update within the rollout; 0 starts a new rollout
@@ -176,27 +173,28 @@ class RolloutSource:
         completions = Completions(len(prompts), longest)
         answers = dict[int, Completion]()
         size = self._settings.generation_batch_size
+        own = find_share(len(prompts), size, self._world.dp_rank, self._world.dp_size)
         with torch.no_grad(), ExitStack() as stack:
             full_model = stack.enter_context(gathered(self._model))
             for model in self._frozen:
                 stack.enter_context(gathered(model))
-            for start in range(self._world.dp_rank * size, len(prompts), self._world.dp_size * size):
-                self._run.heartbeat("generating answers")
-                batch = complete(
-                    full_model,
-                    prompts[start : start + size],
-                    keys[start : start + size],
-                    self._decoding,
-                    context=self._context,
-                    world=self._world,
-                    autocast=self._run.autocast,
-                    record=self._objective.record,
-                    tokenizer=self._data.tokenizer,
-                    heartbeat=self._run.heartbeat,
-                )
-                place(completions, batch, start)
+            batches = complete(
+                full_model,
+                prompts[own],
+                keys[own],
+                self._decoding,
+                batch_size=size,
+                context=self._context,
+                world=self._world,
+                autocast=self._run.autocast,
+                record=self._objective.record,
+                tokenizer=self._data.tokenizer,
+                heartbeat=self._run.heartbeat,
+            )
+            for batch in batches:
+                place(completions, batch, own.start)
                 if self._world.leads_share:
-                    answers |= enumerate(self._judge_answers(batch.answers), start)
+                    answers |= enumerate(self._judge_answers(batch.answers), own.start + batch.start)
         self._run.heartbeat("collecting answers")
         completions.share(self._world)
         self._prepare(completions, self._gather_answers(answers), torch.tensor(keys))
@@ -310,6 +308,20 @@ class RolloutSource:
             "documents": documents,
             **find_bounds(documents),
         }
+
+
+def find_share(count: int, batch_size: int, rank: int, num_ranks: int) -> slice:
+    """Return the completions of a rollout that a data-parallel rank generates; empty if it generates none.
+
+    Args:
+        count: number of completions of the rollout.
+        batch_size: maximum number of completions that a rank generates at a time.
+        rank: index of the rank.
+        num_ranks: number of data-parallel ranks.
+    """
+    num_generating = min(num_ranks, math.ceil(count / batch_size))
+    first, last = (min(number, num_generating) * count // num_generating for number in (rank, rank + 1))
+    return slice(first, last)
 
 
 def _check_prompts(data: DataSplits, judge: Judge | None, max_tokens: int) -> None:

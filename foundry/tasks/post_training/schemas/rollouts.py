@@ -29,7 +29,9 @@ class Rollouts:
         1, "completions per prompt; objective=grpo compares them with each other and needs at least 2", ge=1, le=10**6
     )
     updates_per_rollout: int = setting(1, "optimizer steps per rollout, each on a part of the prompts", ge=1, le=10**6)
-    generation_batch_size: int = setting(32, "completions that a rank generates at a time", ge=1, le=10**6)
+    generation_batch_size: int = setting(
+        32, "completions that a rank generates at a time; new ones start when some finish", ge=1, le=10**6
+    )
     generation_temperature: float = setting(
         1.0, "sampling temperature; 0: the most likely token, so that all completions of a prompt are equal", ge=0, le=1
     )
