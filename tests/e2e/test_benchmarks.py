@@ -116,6 +116,17 @@ def test_scaling_prediction_benchmark_predicts_a_run_before_it_trains_it(smoke):
 
 
 @pytest.mark.long
+def test_width_transfer_benchmark_has_equal_losses_at_the_base_width_only(smoke):
+    rows = smoke("width_transfer", "--optimizers", "adamw")
+    cases = ("adamw, standard", "adamw, mup")
+    assert rows.keys() == {(case, width) for case in cases for width in ("16", "32")}
+    losses = {key: [values["rate0"][0], values["rate1"][0]] for key, values in rows.items()}
+    assert losses[cases[0], "16"] == losses[cases[1], "16"]
+    assert all(one != other for one, other in zip(losses[cases[0], "32"], losses[cases[1], "32"], strict=True))
+    assert all(0 < loss < 10 for row in losses.values() for loss in row)
+
+
+@pytest.mark.long
 def test_default_recipe_benchmark_trains_and_times_both_recipes(smoke):
     rows = smoke("default_recipe", "--seeds", "1", "--option-seeds", "0", "--corpus-seeds", "0", "--rounds", "1")
     assert rows.keys() == {("standard library", "default"), ("standard library", "former default")}
