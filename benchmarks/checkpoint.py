@@ -70,6 +70,7 @@ def saver(folder: Path, *, asynchronous: bool) -> Callable[[Path, dict[str, Tens
     """Return a function that saves a state as foundry's checkpoint of the next step; only the last one is kept."""
     world = World.single(torch.device("cpu"))
     run_dir = folder / ("background" if asynchronous else "once")
+    run_dir.mkdir()
     checkpointer = Checkpointer(
         run_dir,
         world,

@@ -243,7 +243,8 @@ def checkpointers(folder: Path, stack: ExitStack) -> dict[str, Checkpointer]:
         "keep_every_steps": None,
         "strict": True,
     }
-    run_dir, store = folder / "mirrored", Store(f"s3://{BUCKET}/saves")
+    run_dir, plain, store = folder / "mirrored", folder / "plain", Store(f"s3://{BUCKET}/saves")
+    plain.mkdir()
     assert lock(run_dir, stack)
     lease = Lease(store)
     lease.take()
@@ -258,7 +259,7 @@ def checkpointers(folder: Path, stack: ExitStack) -> dict[str, Checkpointer]:
     mirror.start()
     stack.callback(mirror.close)
     return {
-        "without a mirror": Checkpointer(folder / "plain", world, **common),
+        "without a mirror": Checkpointer(plain, world, **common),
         "with a mirror": Checkpointer(run_dir, world, mirror=mirror, **common),
     }
 

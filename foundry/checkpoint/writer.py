@@ -114,8 +114,12 @@ class CheckpointWriter:
         self._check_run_dir()
         remove_leftovers(self._run_dir)
         partial = partial_path(self._run_dir, step)
-        make_folder(partial.parent, parents=True)
-        partial.mkdir()
+        try:
+            make_folder(partial.parent)
+            partial.mkdir()
+        except FileNotFoundError:
+            self._check_run_dir()
+            raise
         return (partial.parent / step_name(step)).exists()
 
     def _write_files(self, checkpoint: NewCheckpoint) -> dict[str, FileFacts]:

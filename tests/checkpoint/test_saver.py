@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import subprocess
 import threading
 import time
@@ -19,6 +20,7 @@ from foundry.checkpoint.saver import SaveError
 from foundry.checkpoint.shard import write_shard
 from foundry.checkpoint.tensors import collect, load_weights, restore_into
 from foundry.run_dir.checkpoints import find, list_checkpoints
+from foundry.run_dir.lock import RunDirectoryLostError
 
 
 def ask(checkpointer, step, tensors, **options):
@@ -59,6 +61,22 @@ def test_asynchronous_save_is_a_snapshot_unaffected_by_training(tmp_path, monkey
     fresh = AdamW(model.parameters(), lr=0.1)
     restore_into(folder, model, None, [fresh])
     assert_same(collect(model, None, [fresh]), kept)
+
+
+def test_save_does_not_create_a_run_directory_that_is_deleted_after_its_check(tmp_path):
+    run_dir, checks = tmp_path / "run", []
+
+    def check():
+        checks.append(run_dir.exists())
+        if not checks[-1]:
+            raise RunDirectoryLostError(run_dir)
+        shutil.rmtree(run_dir)
+
+    checkpointer = saver(run_dir, check_run_dir=check)
+    with pytest.raises(SaveError, match="was deleted, moved or replaced"):
+        write(run_dir, 3, Net(1), checkpointer=checkpointer)
+    assert checks == [True, False]
+    assert not run_dir.exists()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -29,7 +29,8 @@ class Net(nn.Module):
 
 
 def saver(run_dir, world=ALONE, **options):
-    """Return a Checkpointer for `write`; its own `save` would save a model without parameters."""
+    """Create a run directory and return its Checkpointer for `write`; its own `save` would save an empty model."""
+    run_dir.mkdir(parents=True, exist_ok=True)
     default = {"model": nn.Module(), "asynchronous": False, "keep_last": None, "keep_every_steps": None, "strict": True}
     return Checkpointer(run_dir, world, **default | options)
 
