@@ -185,12 +185,12 @@ class _Batch:
         self._has_repeats = len(set(prompts)) < len(prompts)
         places = self._places(prompts, batch_size)
         while True:
-            if heartbeat is not None:
-                heartbeat("generating answers")
             is_active = [not self._leaves(sequence) for sequence in self._rows]
             entering = [waiting[index] for index in places.enter(sum(is_active))]
             if not (any(is_active) or entering):
                 break
+            if heartbeat is not None:
+                heartbeat("generating answers")
             self._drop_finished(is_active, makes_room=bool(entering))
             self._add(*self._choose(self._read(entering)))
 
