@@ -12,8 +12,11 @@ from foundry.core.planned_device import planned_device
 from foundry.core.sharded import local_part
 from foundry.models.tensor_parallel import replicated_weight
 
-_TILE_ELEMENTS = 2**16
-"""Number of elements that a CPU normalizes at a time, 256 KiB in float32, which its cache holds."""
+_TILE_ELEMENTS = 2**18
+"""Number of elements that a CPU normalizes at a time, 1 MiB in float32, which its cache holds.
+
+For smaller tiles two threads take longer than one operation on all rows.
+"""
 
 
 class RMSNorm(nn.Module):
