@@ -180,6 +180,7 @@ class _Batch:
         self._has_repeats = False  # whether a prompt has several continuations
 
     def run(self, sequences: Sequence[_Sequence], batch_size: int, heartbeat: Callable[[str], None] | None) -> None:
+        """Continue all sequences, at most `batch_size` at a time."""
         waiting = [sequence for sequence in sequences if not self._leaves(sequence)]
         prompts = [tuple(sequence.tokens) for sequence in waiting]
         self._has_repeats = len(set(prompts)) < len(prompts)

@@ -49,7 +49,9 @@ def token_files(settings: TokenFilesSettings, *, seed: int = 0) -> DataSplits:
     if located.validation:
         validation_parts = [[file.part(0, file.count) for file in source] for source in located.validation]
     else:
-        validation_parts = [[file.part(file.split_index(share), file.count) for file in s] for s in located.train]
+        validation_parts = [
+            [file.part(file.split_index(share), file.count) for file in source] for source in located.train
+        ]
     paths = listed_paths(settings.path)
     _check_lengths("training", train_parts, seq_len, paths)
     _check_lengths("validation", [[part for source in validation_parts for part in source]], seq_len, paths)
