@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from foundry.core.protocols import Objective, SourceContext, WindowSource
+from foundry.core.protocols import Microbatch, Objective, SourceContext, WindowSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,8 @@ class RolloutObjective(Objective):
     `prepare` and `example`. None: the objective trains on the samples of the data."""
 
     shares_prompts: bool = False
-    """Whether `loss` passes `document_keywords` to each model and reads values by completion with `unpack`, so that the
-    completions of a prompt can share its tokens. The class that defines `loss` has to set it."""
+    """Whether `loss` and `record` pass `document_keywords` to each model and read values by completion with `unpack`,
+    so that the completions of a prompt can share its tokens. The class that defines `loss` has to set it."""
 
     @property
     def makes_samples(self) -> bool:  # type: ignore[override] # depends on the settings
@@ -81,10 +81,11 @@ class RolloutObjective(Objective):
 
         return cache_bytes(model, self.rollouts, seq_len, element_size)
 
-    def record(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return values of model and frozen models before a rollout's first update, (rows, seq) by name.
+    def record(self, model: nn.Module, microbatch: Microbatch) -> dict[str, Tensor]:
+        """Return values of model and frozen models before a rollout's first update, (completions, seq) by name.
 
         Called without gradients, in eval mode, with at most `generation_batch_size` completions of this rank at a time.
+        The microbatch has their tokens and targets, and the sampling log-probabilities as `sampler`.
         """
         return {}
 

@@ -43,7 +43,7 @@ def test_objective_with_rollouts_gets_the_source_and_the_members_that_it_lacks(k
     objective.rollouts = Rollouts(**SETTINGS)
     objective = with_defaults(objective)
     assert type(objective) is kind
-    assert (objective.makes_samples, objective.record(None, None, None)) == (True, {})
+    assert (objective.makes_samples, objective.record(None, {})) == (True, {})
     columns = objective.prepare(
         Rollout(**dict.fromkeys(("tokens", "targets", "group", "is_truncated", "sampler")), rewards=torch.ones(2))
     ).columns

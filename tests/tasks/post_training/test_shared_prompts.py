@@ -17,7 +17,7 @@ from foundry.models.pretrained.huggingface import HuggingFaceCausalLM
 from foundry.objectives.unpacking import unpack
 from foundry.parallel.process_group import World
 from foundry.tasks.post_training.objectives.grpo import GRPO
-from foundry.tasks.post_training.rollouts.shared_prompts import resolve_sharing, share_prompts
+from foundry.tasks.post_training.rollouts.shared_prompts import resolve_sharing, restore_columns, share_prompts
 from foundry.tasks.post_training.schemas.distillation import Divergence
 
 NO_FILTERS = {"generation_temperature": 1.0, "generation_top_k": None, "generation_top_p": 1.0}
@@ -62,6 +62,9 @@ def test_shared_row_holds_the_tokens_targets_and_columns_of_each_completion(data
         assert part["targets"][is_own].tolist() == targets[number, start : lengths[number]].tolist()
         assert part["own"][index, :length].tolist() == own[number, start : lengths[number]].tolist()
         assert not part["own"][index, length:].any()
+    restored = restore_columns({"own": part["own"]}, part, width=longest)["own"]
+    starts = part["prefix_lengths"][part["branches"][:, 0]]
+    assert torch.equal(restored, own[first : numbers.stop].where(columns >= starts[:, None], 0.0))
     unpacked = unpack(part["tokens"], part, width=part["own"].shape[1])
     assert torch.equal(unpacked > 0, part["own"] > 0)
     for group in part["branches"][:, 0].unique().tolist():  # no common token before a target stays unshared
@@ -91,7 +94,7 @@ def check_shared(make, frozen):
         num_tokens = sum(part["tokens"].numel() for part in plain.microbatches)
         for window in of_sources.values():
             assert (window.num_samples, window.num_tokens) == (plain.num_samples, plain.num_tokens)
-            assert window.metrics == plain.metrics
+            assert window.metrics == pytest.approx(plain.metrics, rel=1e-5)
             assert sum(part["tokens"].numel() for part in window.microbatches) < num_tokens
             check_equal(step(model, make(True), window.microbatches), expected, rounding=1e-5)
         shared, first, on_ranks = sources[True], update * plain.num_samples, []
@@ -108,6 +111,24 @@ def test_grpo_with_shared_prompts_matches_separate_rows(options, updates):
     reference = make_model(4)
     settings = {"ref_policy_kl_penalty": 0.3, "updates_per_rollout": updates, **options}
     check_shared(lambda shares: make_objective(reference, share_prompts=shares, **settings), [reference])
+
+
+@pytest.mark.parametrize("options", [{}, NO_FILTERS], ids=str)
+def test_recorded_log_probs_with_shared_prompts_match_those_of_separate_rows(options):
+    model, reference, counts, recorded = make_model(), make_model(4), {}, {}
+    for shares in (False, True):
+        objective = make_objective(reference, share_prompts=shares, updates_per_rollout=2, **options)
+        source = make_source(objective, model, frozen=[reference])
+        read = []
+        with reference.register_forward_pre_hook(
+            lambda module, arguments, read=read: read.append(arguments[0].numel())
+        ):
+            source.next_window()
+        counts[shares], recorded[shares] = sum(read), source.tensors()
+    assert counts[True] < counts[False]
+    for name in ("old", "reference"):
+        torch.testing.assert_close(recorded[True][name], recorded[False][name], rtol=0, atol=1e-5)
+        assert recorded[True][name].any()
 
 
 @pytest.mark.parametrize("filtering", [False, True])

@@ -105,21 +105,21 @@ class GRPO(RolloutObjective):
             metrics["positive_nll"] = Mean(nll.detach().float(), number)
         return LossSum(loss.float(), metrics)
 
-    def record(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    def record(self, model: nn.Module, microbatch: Microbatch) -> dict[str, Tensor]:
         """Return log-probabilities of the policy if later updates or rewards need them, and of the reference if any."""
         columns = dict[str, Tensor]()
         if self.settings.updates_per_rollout > 1 or self.settings.use_kl_in_reward:
-            filtered_log_probs, unfiltered = self._log_probs(model, {"tokens": tokens, "targets": targets})
+            filtered_log_probs, unfiltered = self._log_probs(model, microbatch)
             if self.settings.updates_per_rollout > 1:
                 columns["old"] = filtered_log_probs
             if self.settings.use_kl_in_reward:
                 columns["policy"] = filtered_log_probs if unfiltered is None else unfiltered
         if self._has_reference and self._is_within:
             with adapters_off(model):
-                columns[_REFERENCE] = model(tokens, targets).log_prob
+                columns[_REFERENCE] = _token_log_probs(model, microbatch)
         elif self._has_reference:
             assert self._reference is not None
-            columns[_REFERENCE] = self._reference(tokens, targets).log_prob
+            columns[_REFERENCE] = _token_log_probs(self._reference, microbatch)
         return columns
 
     def prepare(self, rollout: Rollout) -> Prepared:
@@ -207,6 +207,12 @@ class GRPO(RolloutObjective):
             positive = (group_mask & (reward > 0)[:, None]).sum().clamp(min=1)
             scales.append((items / positive).expand(len(group_mask)))
         return torch.cat(scales).float()
+
+
+def _token_log_probs(model: nn.Module, microbatch: Microbatch) -> Tensor:
+    """Return log-probabilities of the targets without filters, (completions, seq) float32."""
+    output = model(microbatch["tokens"], microbatch["targets"], **document_keywords(model, microbatch))
+    return _by_completion(output.log_prob, microbatch)
 
 
 def _by_completion(values: Tensor, microbatch: Microbatch) -> Tensor:

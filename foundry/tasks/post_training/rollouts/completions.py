@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foundry.core.protocols import Microbatch
 from foundry.data.corpora.tokenizer import decode_tokens
 from foundry.data.splits import Prompt
 from foundry.generation.decoding import Continuation, Decoding, disable_compilation, generate
@@ -15,8 +16,10 @@ from foundry.generation.scoring import Answer, Judgement
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
+from foundry.tasks.post_training.rollouts.shared_prompts import restore_columns, share_prompts
+from foundry.training.step import to_device
 
-Record = Callable[[nn.Module, Tensor, Tensor], dict[str, Tensor]]
+Record = Callable[[nn.Module, Microbatch], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ def complete(
     world: World,
     autocast: Callable[[], AbstractContextManager[Any]],
     record: Record,
+    groups: Tensor | None,
     tokenizer: Any,
     heartbeat: Callable[[str], None],
 ) -> Iterator[CompletionBatch]:
@@ -106,7 +110,9 @@ def complete(
         context: maximum number of tokens that the model accepts.
         world: process group of the run.
         autocast: returns a context manager for forward passes with the precision of the run.
-        record: see `Objective.record`.
+        record: see `RolloutObjective.record`.
+        groups: (prompts,) int64, equal for equal prompts, which are adjacent; the microbatches that are recorded share
+            these prompts. None repeats them.
         tokenizer: decodes the completions.
         heartbeat: heartbeat, called with the current activity.
     """
@@ -125,23 +131,24 @@ def complete(
     for start in range(0, len(prompts), batch_size):
         heartbeat("recording answers")
         rows = slice(start, start + batch_size)
-        answers, tokens, targets, sampler = _rows(prompts[rows], continuations[rows], tokenizer)
-        columns = _record(model, tokens.to(world.device), targets.to(world.device), autocast, record)
-        yield CompletionBatch(start, answers, tokens, targets, {"sampler": sampler, **columns})
+        answers, samples = _rows(prompts[rows], continuations[rows], tokenizer)
+        shared = None if groups is None else share_prompts(samples, range(len(answers)), groups[rows])
+        microbatch = to_device(samples if shared is None else shared, world.device)
+        columns = _record(model, microbatch, autocast, record)
+        if shared is not None:
+            columns = restore_columns(columns, shared, width=samples["tokens"].shape[1])
+        columns["sampler"] = samples["sampler"]
+        yield CompletionBatch(start, answers, samples["tokens"], samples["targets"], columns)
 
 
 def _record(
-    model: nn.Module,
-    tokens: Tensor,
-    targets: Tensor,
-    autocast: Callable[[], AbstractContextManager[Any]],
-    record: Record,
+    model: nn.Module, microbatch: Microbatch, autocast: Callable[[], AbstractContextManager[Any]], record: Record
 ) -> dict[str, Tensor]:
     was_training = model.training
     model.eval()
     try:
         with autocast(), disable_compilation():
-            values = record(model, tokens, targets)
+            values = record(model, microbatch)
     finally:
         model.train(was_training)
     return {name: column.float().cpu() for name, column in values.items()}
@@ -149,8 +156,8 @@ def _record(
 
 def _rows(
     prompts: Sequence[Prompt], continuations: Sequence[Continuation], tokenizer: Any
-) -> tuple[list[Completion], Tensor, Tensor, Tensor]:
-    """Return completions, tokens, targets and sampling log-probabilities of the targets; tensors are (rows, seq)."""
+) -> tuple[list[Completion], Microbatch]:
+    """Return completions, and a microbatch of them with their sampling log-probabilities, `sampler`, (rows, seq)."""
     rows = [[*prompt.tokens, *continuation.tokens] for prompt, continuation in zip(prompts, continuations, strict=True)]
     longest = max(map(len, rows)) - 1
     tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
@@ -166,7 +173,9 @@ def _rows(
         text = decode_tokens(tokenizer, continuation.answer)
         answer = Answer(text, decode_tokens(tokenizer, prompt.tokens), prompt.own_columns, not continuation.is_ended)
         answers.append(Completion(answer, end))
-    return answers, tokens, targets, sampler
+    lengths = torch.tensor([answer.length for answer in answers])
+    positions = torch.arange(len(rows))
+    return answers, {"tokens": tokens, "targets": targets, "sampler": sampler, "length": lengths, "position": positions}
 
 
 def place(completions: Completions, batch: CompletionBatch, first: int) -> None:

@@ -100,6 +100,28 @@ def share_prompts(samples: Mapping[str, Tensor], numbers: Sequence[int], groups:
     }
 
 
+def restore_columns(columns: Mapping[str, Tensor], microbatch: Microbatch, *, width: int) -> dict[str, Tensor]:
+    """Return values of a row from `share_prompts` as values of separate rows; shared tokens get 0.
+
+    Args:
+        columns: (completions, seq) by name, beginning with the first token that is not shared.
+        microbatch: the row.
+        width: tokens of the longest completion with its prompt.
+
+    Returns:
+        (completions, width) by name.
+    """
+    prefixes, own_lengths = microbatch["branches"].unbind(1)
+    starts = microbatch["prefix_lengths"][prefixes]
+    places = torch.arange(int(own_lengths.max()))
+    rows, own = (places < own_lengths[:, None]).nonzero().unbind(1)
+    restored = dict[str, Tensor]()
+    for name, column in columns.items():
+        restored[name] = column.new_zeros(len(column), width)
+        restored[name][rows, starts[rows] + own] = column[rows, own]
+    return restored
+
+
 def _find_groups(groups: Tensor) -> tuple[Tensor, Tensor]:
     """Return the index of each completion's group, (completions,), and the first completion of each, (groups,)."""
     is_first = torch.ones_like(groups, dtype=torch.bool)

@@ -188,6 +188,7 @@ class RolloutSource:
                 world=self._world,
                 autocast=self._run.autocast,
                 record=self._objective.record,
+                groups=torch.tensor(keys[own]) // num_generations if self._shares_prompts else None,
                 tokenizer=self._data.tokenizer,
                 heartbeat=self._run.heartbeat,
             )
