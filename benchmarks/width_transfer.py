@@ -3,7 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/width_transfer.py [--optimizers adamw muon] [--jobs 1] [--keep FOLDER]
 
 Decoders of four widths with the same head size, depth and data train at five learning rates, with
-`model.parametrization` standard and mup. At the base width, the narrowest, both are the same run. The table has the
+`model.parametrization` standard and mup. The standard deviation of the initial weights of their matrices is computed
+from the width, for both parametrizations. At the base width, the narrowest, both are the same run. The table has the
 held-out loss of each run. A note has the best rate of each width, and the loss that each width pays for the best rate
 of the narrowest one.
 """
@@ -73,6 +74,7 @@ class Run:
             f"model.num_heads={heads}",
             f"model.num_kv_heads={heads}",
             "model.num_layers=2",
+            "model.init_std=small",
             f"data.seq_len={plan.seq_len}",
             f"hparams.lr={self.lr}",
             f"hparams.max_steps={plan.steps}",
