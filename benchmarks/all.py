@@ -53,7 +53,7 @@ BENCHMARKS = (
     Benchmark("memory", 6.0, ("--steps", "2", "--rounds", "2", *SIDES)),
     Benchmark("throughput", 10.0, ("--cases", "fp32-8k", "bf16-8k", "--steps", "6", *SIDES)),
     Benchmark("scaling_prediction", 20.0),
-    Benchmark("width_transfer", 25.0, ("--jobs", "2"), threads=1),
+    Benchmark("width_transfer", 30.0, ("--jobs", "2"), threads=1),
 )
 
 

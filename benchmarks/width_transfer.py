@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/width_transfer.py [--optimizers adamw muon] [--jobs 1] [--keep FOLDER]
 
-Decoders of four widths with the same head size, depth and data train at five learning rates, with
-`model.parametrization` standard and mup. At the base width, the narrowest, both are the same run. The table has the
+Decoders of four widths with the same head size, depth and data train at six learning rates, with
+`model.parametrization` standard and mup. The standard deviation of the initial weights of their matrices is computed
+from the width, for both parametrizations. At the base width, the narrowest, both are the same run. The table has the
 held-out loss of each run. A note has the best rate of each width, and the loss that each width pays for the best rate
 of the narrowest one.
 """
@@ -41,7 +42,7 @@ class Plan:
 
     widths: tuple[int, ...] = (64, 128, 256, 512)
     head_size: int = 64
-    rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
+    rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3, 32e-3)
     steps: int = 200
     seq_len: int = 128
     evaluated: int = 256
@@ -73,6 +74,7 @@ class Run:
             f"model.num_heads={heads}",
             f"model.num_kv_heads={heads}",
             "model.num_layers=2",
+            "model.init_std=small",
             f"data.seq_len={plan.seq_len}",
             f"hparams.lr={self.lr}",
             f"hparams.max_steps={plan.steps}",
