@@ -120,13 +120,12 @@ def continue_text(
     """
     special = [token for token, added in data.tokenizer.get_added_tokens_decoder().items() if added.special]
     stop_ids = list(data.stop_ids) or special
-    size = getattr(getattr(model, "module", model), "image_size", None)
+    reads_images = getattr(getattr(model, "module", model), "image_size", None) is not None
     if prompt is None and prompts is None and image is None and chat and data.prompts:
-        shown = data.prompts[: _SHOWN if size is None else _PICTURES_SHOWN]
-        inputs = [_Input(list(item.tokens), item.turn, item.answer, item.images) for item in shown]
+        inputs = _held_out_inputs(data, reads_images=reads_images)
+    elif reads_images and image is None:
+        raise ConfigError(Violation("image", "has no value, but the model requires an image; give image=FILE"))
     else:
-        if image is None and size is not None:
-            raise ConfigError(Violation("image", "has no value, but the model requires an image; give image=FILE"))
         texts = _resolve_prompts(prompt, prompts, data, chat=chat)
         inputs = _encode(texts, data, image, stop_ids, chat=chat)
     encoded = [item.tokens for item in inputs]
@@ -151,21 +150,35 @@ def continue_text(
         context=context,
         device=torch.device(device),
         in_lockstep=dist.is_initialized() and dist.get_world_size() > 1,
-        images=None if size is None else [item.images for item in inputs if item.images is not None],
+        images=[item.images for item in inputs if item.images is not None] if reads_images else None,
     )
-    if size is not None:
-        return _about_pictures(inputs, continuations, data)
-    pairs = zip(encoded, continuations, strict=True)
+    if reads_images:
+        return _picture_answers(inputs, continuations, data)
+    return _text_samples(inputs, continuations, data, decoding)
+
+
+def _held_out_inputs(data: Any, *, reads_images: bool) -> list[_Input]:
+    """Return the first few held-out prompts."""
+    shown = data.prompts[: _PICTURES_SHOWN if reads_images else _SHOWN]
+    return [_Input(list(item.tokens), item.turn, item.answer, item.images) for item in shown]
+
+
+def _text_samples(
+    inputs: Sequence[_Input], continuations: Sequence[Continuation], data: Any, decoding: Decoding
+) -> TextSamples:
+    """Return each prompt with its continuation, and the sampling settings that differ from the defaults."""
+    filters: dict[str, object] = {} if decoding.top_k is None else {"top_k": decoding.top_k}
+    if decoding.top_p != 1.0:
+        filters["top_p"] = decoding.top_p
+    pairs = zip(inputs, continuations, strict=True)
     return TextSamples(
-        texts=tuple(data.decode([*tokens, *continuation.answer]) for tokens, continuation in pairs),
-        prompts=tuple(data.decode(tokens) for tokens in encoded),
-        sampling={"temperature": temperature, "seed": seed}
-        | ({} if top_k is None else {"top_k": top_k})
-        | ({} if top_p == 1.0 else {"top_p": top_p}),
+        texts=tuple(data.decode([*item.tokens, *continuation.answer]) for item, continuation in pairs),
+        prompts=tuple(data.decode(item.tokens) for item in inputs),
+        sampling={"temperature": decoding.temperature, "seed": decoding.seed, **filters},
     )
 
 
-def _about_pictures(inputs: "Sequence[_Input]", continuations: Sequence[Continuation], data: Any) -> PictureAnswers:
+def _picture_answers(inputs: Sequence[_Input], continuations: Sequence[Continuation], data: Any) -> PictureAnswers:
     """Return each answer with the question, the reference answer and the first image of its prompt."""
     return PictureAnswers(
         images=torch.stack([item.images[0] for item in inputs if item.images is not None]),
