@@ -72,7 +72,7 @@ def test_diffusion_hparams_set_the_task_and_allow_other_overrides(compose):
     config = to_config(compose("hparams=diffusion", "scheduler=wsd", "objective.prediction=epsilon"))
     assert type(config.model).__name__ == "DiT"
     assert type(config.scheduler).__name__ == "WSD"
-    assert (config.hparams.lr, config.hparams.grad_clip_norm, config.hparams.loss_function) == (5e-4, 1.0, "mse")
+    assert (config.hparams.lr, config.hparams.grad_clip_norm, config.hparams.loss_function) == (4e-3, 1.0, "mse")
     assert (config.hparams.global_batch_size, config.hparams.per_gpu_batch_size) == (128, 16)
     assert config.scheduler.min_lr == 1e-5
 

@@ -129,7 +129,7 @@ def test_policy_training_defaults_to_demonstrations_and_their_simulator(words):
 
 def test_diffusion_objective_sets_model_data_and_learning_rate():
     config = configure("objective=diffusion")
-    assert (config.hparams.lr, type(config.model).__name__, type(config.data).__name__) == (5e-4, "DiT", "Digits")
+    assert (config.hparams.lr, type(config.model).__name__, type(config.data).__name__) == (4e-3, "DiT", "Digits")
 
 
 @pytest.mark.parametrize(
