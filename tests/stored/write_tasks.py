@@ -50,6 +50,7 @@ RUNS = {
     "vlm": ["hparams=vlm", *LOOKED, WIDTH, *WORDS, "data.seq_len=32", *SGD, "objective.sample_tokens=4"],
 }
 """Overrides of each run by name, without `COMMON`."""
+RUNS["diffusion"] += ["hparams.lr=5e-4"]  # the rate of hparams=diffusion when the run was written
 RUNS["lora"] += ["hparams.lr=0.01", "objective.sample_tokens=8"]
 RUNS["grpo"] += [*GROUPS, "objective.ref_policy_kl_penalty=0.1"]
 RUNS["distillation"] += ["data.path=chats.jsonl"]
