@@ -16,10 +16,11 @@ LM = [
     "hparams.z_loss_coefficient=1e-3",
     "hparams.lr=3e-3",
 ]
-DIFFUSION = ["hparams=diffusion", "model.hidden_size=16", "model.num_layers=2", "model.num_heads=2"]
+DIFFUSION = ["hparams=diffusion", "hparams.lr=5e-4", "model.hidden_size=16", "model.num_layers=2", "model.num_heads=2"]
 POLICY = [
     f"hydra.searchpath=[{Path(__file__).parent / 'conf'}]",
     "hparams=diffusion",
+    "hparams.lr=5e-4",
     "data=windows",
     "model=policy_dit",
     "objective=diffusion_policy",
@@ -43,6 +44,7 @@ VLM = [
 VLA = [
     *VLM[:1],
     "hparams=diffusion",
+    "hparams.lr=5e-4",
     "data=windows",
     "data.image_size=16",
     "+data.instruction_tokens=6",
