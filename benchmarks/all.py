@@ -43,6 +43,7 @@ class Benchmark:
 SIDES = ("--sides", "raw", "hf", "lightning", "accelerate", "foundry")
 BENCHMARKS = (
     Benchmark("step_overhead", 0.5, threads=1),
+    Benchmark("attention", 0.5, threads=1),
     Benchmark("startup", 4.0, ("--repeats", "3")),
     Benchmark("validate", 1.5, ("--repeats", "3")),
     Benchmark("checkpoint", 1.0, threads=1),

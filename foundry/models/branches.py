@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from foundry.models.fused_attention import attend
 from foundry.models.varlen import DocumentBounds, has_kernel
 
 
@@ -38,7 +39,7 @@ class Branches:
         segments = torch.cat((prefix_lengths, self._lengths))
         self.positions = self._to_device(_ranges(first_positions, segments)[None])
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, grouped: bool) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Compute attention; all tensors are (1, heads, tokens, head_dim).
 
         The keys and values of a prefix are copied to its branches, for this operation only. GPUs use the
@@ -53,15 +54,15 @@ class Branches:
         by_token = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
         if of_prefixes is None:
             q, k, v = (of_branches.pad(tokens) for tokens in by_token)
-            output = of_branches.unpad(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped))
+            output = of_branches.unpad(attend(q, k, v, is_causal=True))
             return output.transpose(0, 1).unsqueeze(0)
         num_shared = int(self._prefix_lengths.sum())
         parts = [torch.split(tokens, [num_shared, len(tokens) - num_shared]) for tokens in by_token]
         q, prefix_k, prefix_v = (of_prefixes.pad(tokens) for tokens, _ in parts)
-        of_shared = F.scaled_dot_product_attention(q, prefix_k, prefix_v, is_causal=True, enable_gqa=grouped)
+        of_shared = attend(q, prefix_k, prefix_v, is_causal=True)
         q, k, v = (of_branches.pad(tokens) for _, tokens in parts)
         k, v = torch.cat((self._copy(prefix_k), k), dim=2), torch.cat((self._copy(prefix_v), v), dim=2)
-        of_own = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, enable_gqa=grouped)
+        of_own = attend(q, k, v, mask=self._mask)
         output = torch.cat((of_prefixes.unpad(of_shared), of_branches.unpad(of_own)))
         return output.transpose(0, 1).unsqueeze(0)
 

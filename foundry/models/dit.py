@@ -12,6 +12,7 @@ from foundry.config.schemas.model import DiT as DiTSettings
 from foundry.core.errors import ConfigError
 from foundry.models.flops import matmul_flops
 from foundry.models.fsdp_block import FSDPBlock
+from foundry.models.fused_attention import attend
 from foundry.models.initialisation import draw_weights
 from foundry.models.keyed_draws import Constant, Draw, Normal, Uniform
 from foundry.models.parametrization import WidthRules, find_roles
@@ -49,7 +50,7 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Attend over the patches of x: (batch, patches, hidden_size)."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v)
+        mixed = attend(q, k, v)
         return cast(Tensor, self.out(mixed.transpose(1, 2).flatten(2)))
 
 

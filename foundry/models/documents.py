@@ -3,9 +3,9 @@
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from foundry.models.fused_attention import attend
 from foundry.models.varlen import DocumentBounds, has_kernel
 
 
@@ -34,7 +34,7 @@ class Documents:
         is_same = self._documents[:, :, None] == self._documents[:, None, :]
         return is_same.tril().unsqueeze(1)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, grouped: bool) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Compute causal attention within each document; all tensors are (batch, heads, seq, head_dim).
 
         GPUs use the variable-length kernel if there are bounds and it supports the dtype and head size, else a mask.
@@ -44,14 +44,11 @@ class Documents:
         if self._bounds is not None and has_kernel(query.device, query.dtype, query.shape[-1]):
             return self._bounds.attend(query, key, value)
         if query.device.type != "cpu":
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=self.mask, enable_gqa=grouped)
+            return attend(query, key, value, mask=self.mask)
         rows = []
         for row, lengths in enumerate(self._lengths):
             parts = [torch.split(tensor[row : row + 1], lengths, dim=2) for tensor in (query, key, value)]
-            output = [
-                F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-                for q, k, v in zip(*parts, strict=True)
-            ]
+            output = [attend(q, k, v, is_causal=True) for q, k, v in zip(*parts, strict=True)]
             rows.append(torch.cat(output, dim=2))
         return torch.cat(rows)
 

@@ -154,7 +154,7 @@ def test_attention_looped_over_documents_matches_the_masked_attention():
     masked = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=documents.mask, enable_gqa=True
     )
-    torch.testing.assert_close(documents.attend(query, key, value, grouped=True), masked, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(documents.attend(query, key, value), masked, rtol=1e-5, atol=1e-6)
 
 
 class Leaky(torch.nn.Module):

@@ -71,7 +71,7 @@ def test_attention_with_the_variable_length_kernel_matches_padded_attention(layo
     results = []
     for context in (nullcontext([]), kernel_on_cpu()):
         with context as calls:
-            attended = branches.attend(*leaves, grouped=heads[0] != heads[1])
+            attended = branches.attend(*leaves)
             results.append([attended, *torch.autograd.grad((attended * weights).sum(), leaves)])
     assert len(calls) == 1
     for padded, by_kernel in zip(*results, strict=True):

@@ -27,7 +27,8 @@ def test_attention_with_fewer_heads_of_keys_is_one_kernel(device):
     attention = [name for name in operations.names if "attention" in name and "backward" not in name]
     assert len(attention) == len(model.model.layers)
     assert set(attention) <= FUSED[device]
-    assert sum("attention" in name and "backward" in name for name in operations.names) == len(attention)
+    num_backward = sum("attention" in name and "backward" in name for name in operations.names)
+    assert num_backward == (0 if device == "cpu" else len(attention))  # a CPU has another gradient for short sequences
     assert "aten::_softmax" not in operations.names
 
 

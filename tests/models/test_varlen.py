@@ -72,7 +72,7 @@ def test_varlen_attention_and_gradients_match_the_dense_mask(rows, heads, knows_
         patch.setattr(varlen, "_SUPPORTS_GROUPED_HEADS", knows_groups)
         packed = Documents(documents, bounds_of(documents))
         for attended in (
-            packed.attend(*leaves, grouped=heads[0] != heads[1]),
+            packed.attend(*leaves),
             F.scaled_dot_product_attention(*leaves, attn_mask=packed.mask, enable_gqa=heads[0] != heads[1]),
         ):
             results.append([attended, *torch.autograd.grad((attended * weights).sum(), leaves)])

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundry.models.branches import Branches
@@ -10,6 +9,7 @@ from foundry.models.decoder.norms import HeadNorm
 from foundry.models.decoder.rotary import rotate
 from foundry.models.documents import Documents
 from foundry.models.dropout import KeyedDropout, attend_with_dropout
+from foundry.models.fused_attention import attend
 from foundry.models.kv_cache import LayerCache
 from foundry.models.varlen import DocumentBounds
 
@@ -52,7 +52,6 @@ class Attention(nn.Module):
         super().__init__()
         self.dropout = dropout
         self.head_dim = hidden_size // num_heads
-        self.grouped = num_kv_heads != num_heads
         self.q_proj = nn.Linear(hidden_size, hidden_size, bias=False)
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=False)
@@ -117,11 +116,9 @@ class Attention(nn.Module):
                 query, key, value, mask if documents is None else documents.mask, self.dropout, draws
             )
         elif documents is not None:
-            heads_output = documents.attend(query, key, value, grouped=self.grouped)
+            heads_output = documents.attend(query, key, value)
         else:
-            heads_output = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=is_causal, enable_gqa=self.grouped
-            )
+            heads_output = attend(query, key, value, mask=mask, is_causal=is_causal)
         return self._project_output(heads_output)
 
     def _project_output(self, heads_output: Tensor) -> Tensor:
