@@ -101,14 +101,12 @@ FULL = Plan(tuple(Size(*pair) for pair in product((32, 64, 96, 128), (250, 500, 
 SMOKE = Plan(tuple(Size(*pair) for pair in product((16, 24, 32), (8, 16, 32))), Size(64, 48), 32, 4, 32, 20)
 
 
-def train(folder: Path, plan: Plan, number: int, size: Size) -> float:
-    """Train a run in `runs/NUMBER` of the folder, unless it has finished there; return the seconds."""
+def train(folder: Path, plan: Plan, number: int, size: Size) -> None:
+    """Train a run in `runs/NUMBER` of the folder, unless it has finished there."""
     begin, run_dir = time.monotonic(), folder / "runs" / str(number)
     if not (run_dir / "result.json").exists():
         run(compose(plan.overrides(size)), run_dir)
-    seconds = time.monotonic() - begin
-    print(f"run {number}: width {size.width}, {size.steps} steps, {seconds:.0f} s", flush=True)
-    return seconds
+    print(f"run {number}: width {size.width}, {size.steps} steps, {time.monotonic() - begin:.0f} s", flush=True)
 
 
 def predict(folder: Path, plan: Plan, *words: str) -> dict[str, Any]:
@@ -154,17 +152,16 @@ def rows_of(facts: dict[str, Any]) -> list[Row]:
     return [*rows, Row(side="predicted before it was trained", values=values)]
 
 
-def notes_of(facts: dict[str, Any], seconds: float) -> list[str]:
-    """Return the paragraphs below the table: the law and the time of all runs."""
+def note_of(facts: dict[str, Any]) -> str:
+    """Return the paragraph below the table, the law."""
     constants = ", ".join(
         f"{name} = {entry['value']:.4g} ({_text(entry['interval'])})"
         for name, entry in facts["law"]["constants"].items()
     )
-    return [
+    return (
         f"The law is {facts['law']['form']} with {constants}; 95 % intervals from "
-        f"{facts['bootstrap']['resamples']:,} resamples in brackets.",
-        f"All runs took {seconds / 60:.0f} minutes.",
-    ]
+        f"{facts['bootstrap']['resamples']:,} resamples in brackets."
+    )
 
 
 def _text(interval: list[float] | None) -> str:
@@ -181,25 +178,26 @@ COLUMNS = [
 ]
 
 
-def measure(plan: Plan, folder: Path) -> tuple[dict[str, Any], float]:
-    """Train the fitted runs, predict the large one, train it; return the facts of the law and the seconds of all runs.
+def measure(plan: Plan, folder: Path) -> dict[str, Any]:
+    """Train the fitted runs, predict the large one, train it; return the facts of the law.
 
     Raises:
         RuntimeError: the command failed, or the prediction changed after the large run was trained.
     """
-    seconds = sum(train(folder, plan, number, size) for number, size in enumerate(plan.fitted))
+    for number, size in enumerate(plan.fitted):
+        train(folder, plan, number, size)
     number, large = len(plan.fitted), plan.large
     words = [f"exclude={number}"] if (folder / "runs" / str(number) / "result.json").exists() else []
     size = f"predict=N={large.parameters} D={plan.tokens(large)}"
     (before,) = predict(folder, plan, size, *words)["predictions"]
     print(f"predicted: {before['predicted']:.4f}, {_text(before['interval'])}", flush=True)
-    seconds += train(folder, plan, number, large)
+    train(folder, plan, number, large)
     facts = predict(folder, plan, f"hold_out={number}")
     (after,) = facts["held_out"]
     sizes = (after["non_embedding_parameters"], after["tokens"])
     if sizes != (large.parameters, plan.tokens(large)) or after["predicted"] != before["predicted"]:
         raise RuntimeError(f"the prediction was for another run: {before} and {after}")
-    return facts, seconds
+    return facts
 
 
 def main() -> None:
@@ -210,8 +208,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="scaling-") as temporary:
         folder = (options.keep or Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        facts, seconds = measure(SMOKE if options.smoke else FULL, folder)
-    finish(options, side="run", columns=COLUMNS, rows=rows_of(facts), notes=notes_of(facts, seconds))
+        facts = measure(SMOKE if options.smoke else FULL, folder)
+    finish(options, side="run", columns=COLUMNS, rows=rows_of(facts), notes=[note_of(facts)])
 
 
 if __name__ == "__main__":
