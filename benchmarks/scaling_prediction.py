@@ -188,8 +188,8 @@ def measure(plan: Plan, folder: Path) -> dict[str, Any]:
         train(folder, plan, number, size)
     number, large = len(plan.fitted), plan.large
     words = [f"exclude={number}"] if (folder / "runs" / str(number) / "result.json").exists() else []
-    size = f"predict=N={large.parameters} D={plan.tokens(large)}"
-    (before,) = predict(folder, plan, size, *words)["predictions"]
+    target = f"predict=N={large.parameters} D={plan.tokens(large)}"
+    (before,) = predict(folder, plan, target, *words)["predictions"]
     print(f"predicted: {before['predicted']:.4f}, {_text(before['interval'])}", flush=True)
     train(folder, plan, number, large)
     facts = predict(folder, plan, f"hold_out={number}")

@@ -19,9 +19,9 @@ _PART_ELEMENTS = 2**18
 def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     """Compute `torch.nn.functional.scaled_dot_product_attention`; the outputs are the same bits.
 
-    The gradient of bf16 on a CPU with at most 512 keys is computed from whole matrices of attention weights. It rounds
-    like the kernel of torch or less, and needs 0.1 to 0.9 of its time: that kernel divides a short sequence into many
-    small matrix products, whose preparation takes longer than their arithmetic.
+    The gradient of bf16 on a CPU with at most 512 keys is computed from whole matrices of attention weights, and rounds
+    no more than the kernel of torch. That kernel divides a short sequence into many small matrix products, whose
+    preparation takes longer than their arithmetic (`benchmarks/attention.py`).
 
     Args:
         query: (batch, heads, queries, head_dim).
