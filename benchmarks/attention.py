@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from records import Column, Row, finish, parser
 from torch import Tensor
 
-from foundry.models.fused_attention import attend
+from foundry.models.attention.kernel import attend
 from foundry.parallel.malloc import keep_freed_memory
 
 TOKENS, HEADS, HEAD_DIM, WARMUP = 1024, 4, 64, 5

@@ -36,7 +36,7 @@ each token, `document_starts`, (entries,) int32, the start of each sample in the
 
 If samples share prefixes, there is a single row. `documents` is -1 for the shared tokens, which come first, and
 `prefix_lengths`, (prefixes,), and `branches`, (samples, 2), both int64 in host memory, are the arguments of
-`foundry.models.branches.Branches`.
+`foundry.models.attention.branches.Branches`.
 """
 
 HOST_ENTRIES = frozenset({"position", "longest_document", "prefix_lengths", "branches"})

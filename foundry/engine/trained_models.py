@@ -26,7 +26,7 @@ from foundry.data.corpora.tokenizer import check_same
 from foundry.data.splits import DataSplits
 from foundry.engine.columns import join_columns
 from foundry.engine.initial_model import Base, adapt, read_initial, read_parts, resolve_weights
-from foundry.models.documents import knows_documents
+from foundry.models.attention.documents import knows_documents
 from foundry.models.initialisation import InitialModel
 from foundry.models.lora import frozen_matrices
 from foundry.optim.schedule_state import reconcile

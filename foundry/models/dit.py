@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from foundry.config.configured import configured_by
 from foundry.config.schemas.model import DiT as DiTSettings
 from foundry.core.errors import ConfigError
+from foundry.models.attention.kernel import attend
 from foundry.models.flops import matmul_flops
 from foundry.models.fsdp_block import FSDPBlock
-from foundry.models.fused_attention import attend
 from foundry.models.initialisation import draw_weights
 from foundry.models.keyed_draws import Constant, Draw, Normal, Uniform
 from foundry.models.parametrization import WidthRules, find_roles

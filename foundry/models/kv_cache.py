@@ -7,8 +7,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from foundry.models.attention.varlen import DocumentBounds, has_kernel
 from foundry.models.decoder.shared_columns import SharedColumns
-from foundry.models.varlen import DocumentBounds, has_kernel
 
 
 class Cache(ABC):

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from foundry.config.configured import configured_by
 from foundry.config.schemas.model import Transformer as TransformerSettings
 from foundry.core.errors import ConfigError
-from foundry.models.branches import Branches
+from foundry.models.attention.branches import Branches
+from foundry.models.attention.documents import Documents
+from foundry.models.attention.varlen import DocumentBounds
 from foundry.models.decoder.block import TransformerBlock
 from foundry.models.decoder.norms import RMSNorm
 from foundry.models.decoder.rotary import rotary_table
 from foundry.models.decoder.stack import Decoder
 from foundry.models.decoder.value_embedding import ValueEmbedding
-from foundry.models.documents import Documents
 from foundry.models.dropout import KeyedDropout
 from foundry.models.flops import matmul_flops
 from foundry.models.initialisation import draw_weights, matrix_draws, resolve_std
@@ -38,7 +39,6 @@ from foundry.models.parametrization import Role, WidthRules, find_roles
 from foundry.models.tensor_parallel import Split
 from foundry.models.token_log_probs import Read, TokenLogProbs, project_log_probs
 from foundry.models.token_loss import TokenLoss, project_loss
-from foundry.models.varlen import DocumentBounds
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, Qwen3Config

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from foundry.config.configured import configured_by
 from foundry.config.schemas.model import PrefixVLM as PrefixVLMSettings
+from foundry.models.attention.varlen import DocumentBounds
 from foundry.models.compute_dtype import to_compute_dtype
 from foundry.models.decoder.attention import AttentionContext
 from foundry.models.decoder.block import TransformerBlock
@@ -20,7 +21,6 @@ from foundry.models.kv_cache import KVCache
 from foundry.models.token_log_probs import Read, TokenLogProbs
 from foundry.models.token_loss import TokenLoss
 from foundry.models.transformer import Transformer
-from foundry.models.varlen import DocumentBounds
 
 PATCH = 8
 """Height and width in pixels of the image patch behind each image token."""

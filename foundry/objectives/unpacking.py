@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from foundry.core.protocols import Microbatch
-from foundry.models.branches import Branches
-from foundry.models.varlen import DocumentBounds
+from foundry.models.attention.branches import Branches
+from foundry.models.attention.varlen import DocumentBounds
 
 
 def document_keywords(model: nn.Module, microbatch: Microbatch) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from foundry.config.schemas.root import Config
 from foundry.core.errors import ConfigError, Violation, listed
 from foundry.core.model_hooks import hook
 from foundry.core.sharded import is_fake
-from foundry.models.documents import isolates_documents
+from foundry.models.attention.documents import isolates_documents
 from foundry.models.initialisation import InitialModel, matrices_on_meta
 from foundry.models.keyed_draws import Draw, Part, draw_parts
 from foundry.models.logits import answer_with_log_probs

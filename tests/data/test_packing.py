@@ -17,7 +17,7 @@ from foundry.data.conversations.examples import Examples
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
 from foundry.data.packing import find_bounds, first_fit_decreasing
-from foundry.models.documents import Documents, isolates_documents
+from foundry.models.attention.documents import Documents, isolates_documents
 from foundry.models.pretrained.huggingface import HuggingFaceCausalLM
 from foundry.models.token_log_probs import read_log_probs
 from foundry.models.transformer import Transformer

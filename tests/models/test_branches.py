@@ -10,7 +10,7 @@ from support.devices import DEVICES, device_of
 from support.examples import examples
 from support.varlen_kernel import kernel_on_cpu
 
-from foundry.models.branches import Branches, takes_branches
+from foundry.models.attention.branches import Branches, takes_branches
 from foundry.models.transformer import Transformer
 
 VOCAB, LONGEST = 30, 12

@@ -11,10 +11,10 @@ from support.varlen_kernel import kernel_on_cpu
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from foundry.data.packing import find_bounds
-from foundry.models import varlen
-from foundry.models.documents import Documents
+from foundry.models.attention import varlen
+from foundry.models.attention.documents import Documents
+from foundry.models.attention.varlen import DocumentBounds, has_kernel
 from foundry.models.transformer import Transformer
-from foundry.models.varlen import DocumentBounds, has_kernel
 from foundry.objectives.sft import SFT
 from foundry.training.step import to_device
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from foundry.models import branches, documents, kv_cache
+from foundry.models import kv_cache
+from foundry.models.attention import branches, documents
 
 
 def attend_by_starts(

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from foundry.models.branches import Branches
+from foundry.models.attention.branches import Branches
+from foundry.models.attention.documents import Documents
+from foundry.models.attention.kernel import attend
+from foundry.models.attention.varlen import DocumentBounds
 from foundry.models.decoder.norms import HeadNorm
 from foundry.models.decoder.rotary import rotate
-from foundry.models.documents import Documents
 from foundry.models.dropout import KeyedDropout, attend_with_dropout
-from foundry.models.fused_attention import attend
 from foundry.models.kv_cache import LayerCache
-from foundry.models.varlen import DocumentBounds
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,15 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from foundry.models.branches import Branches
+from foundry.models.attention.branches import Branches
+from foundry.models.attention.documents import Documents
+from foundry.models.attention.varlen import DocumentBounds
 from foundry.models.compute_dtype import to_compute_dtype
 from foundry.models.decoder.attention import AttentionContext
 from foundry.models.decoder.norms import RMSNorm
 from foundry.models.decoder.value_embedding import ValueEmbedding
-from foundry.models.documents import Documents
 from foundry.models.dropout import KeyedDropout
 from foundry.models.kv_cache import KVCache
-from foundry.models.varlen import DocumentBounds
 
 
 class Decoder(nn.Module):

@@ -18,8 +18,8 @@ from foundry.config.configured import configured_by
 from foundry.config.schemas.model import HuggingFace as HuggingFaceSettings
 from foundry.core.errors import ConfigError, Violation, counted
 from foundry.core.foreign import ForeignData
+from foundry.models.attention.documents import Documents
 from foundry.models.compute_dtype import to_compute_dtype
-from foundry.models.documents import Documents
 from foundry.models.flops import matmul_flops
 from foundry.models.initialisation import draw_weights, matrix_draws, resolve_std
 from foundry.models.keyed_draws import Draw

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from foundry.config.configured import configured_by, from_settings
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.protocols import LossSum, Mean, Microbatch
-from foundry.models.branches import takes_branches
+from foundry.models.attention.branches import takes_branches
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.objectives.next_token import valid_targets
 from foundry.objectives.unpacking import document_keywords

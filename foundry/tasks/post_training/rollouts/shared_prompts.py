@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.protocols import Microbatch
-from foundry.models.branches import takes_branches
+from foundry.models.attention.branches import takes_branches
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.tasks.post_training.protocols import RolloutObjective
 

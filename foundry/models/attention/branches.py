@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from foundry.models.fused_attention import attend
-from foundry.models.varlen import DocumentBounds, has_kernel
+from foundry.models.attention.kernel import attend
+from foundry.models.attention.varlen import DocumentBounds, has_kernel
 
 
 class Branches:

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, with a gradient of its own for short bf16 sequences on CPUs."""
+"""Scaled dot-product attention, with a faster gradient for short bf16 sequences on CPUs."""
 
 import math
 from collections.abc import Iterator
@@ -138,7 +138,7 @@ def _to_float(tensor: Tensor) -> Tensor:
 def _bf16_products() -> Iterator[None]:
     """Let oneDNN round the inputs of float32 matrix products to bf16, if the CPU has instructions for it.
 
-    The inputs of two products were bf16 before, and the kernel of torch rounds those of the other three too.
+    Queries, keys, values and the gradient are bf16 numbers. The kernel of torch rounds the other inputs too.
     """
     products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     previous = products.fp32_precision

@@ -5,8 +5,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from foundry.models.fused_attention import attend
-from foundry.models.varlen import DocumentBounds, has_kernel
+from foundry.models.attention.kernel import attend
+from foundry.models.attention.varlen import DocumentBounds, has_kernel
 
 
 class Documents:

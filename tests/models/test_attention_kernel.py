@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from support.devices import Operations
 from support.examples import examples
 
-from foundry.models import fused_attention
-from foundry.models.fused_attention import attend
+from foundry.models.attention import kernel
+from foundry.models.attention.kernel import attend
 
 KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
 
 
 def make_inputs(batch, heads, kv_heads, queries, keys, head_dim, dtype=torch.bfloat16):
-    """Return queries, keys, values, and a gradient of the output; strides are those of a projection's output."""
+    """Return queries, keys, values, and a gradient of the output, with the strides of a projection's output."""
     shapes = [(batch, queries, heads), (batch, keys, kv_heads), (batch, keys, kv_heads), (batch, queries, heads)]
     *inputs, grad = (torch.randn(*shape, head_dim, dtype=dtype).transpose(1, 2) for shape in shapes)
     return [tensor.requires_grad_() for tensor in inputs], grad
@@ -54,7 +54,7 @@ def test_outputs_have_the_bits_of_torch_and_gradients_are_as_precise(
     exact_output = F.scaled_dot_product_attention(*exact, attn_mask=mask, **options)
     expected = torch.autograd.grad(exact_output, exact, grad.double())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused_attention, "_PART_ELEMENTS", part)
+        patch.setattr(kernel, "_PART_ELEMENTS", part)
         own = attend(*inputs, mask=mask, is_causal=kind == "causal")
         gradients = torch.autograd.grad(own, inputs, grad)
     assert torch.equal(own, theirs)
