@@ -6,8 +6,8 @@
 Every side trains on the data of `python -m foundry`, or on a text file, with the same tokenizer and held-out split. A
 run may take `--seconds` from the start of its process to the end of its last optimizer step. Two short runs of each
 side measure its start and its time for a step. They determine the number of steps, and the schedule ends with the last
-step. A run that ends too late is repeated with fewer steps. The learning rate of the peers is the best of `--rates`
-with HF Trainer, on a seed that is not measured.
+step. A run that ends too late is repeated with fewer steps, which the later runs of the side have too. The learning
+rate of the peers is the best of `--rates` with HF Trainer, on a seed that is not measured.
 """
 
 import argparse
@@ -138,8 +138,10 @@ def search_rate(
     track: Track, side: str, rates: Sequence[float], bits_per_byte: Callable[[float], float]
 ) -> tuple[float, str]:
     """Return the best of the learning rates of a peer, and a sentence about the search."""
-    steps = track.choose_steps(Entry(side, lr=rates[0]))
-    found = {rate: track.run_in_time(Entry(side, lr=rate), steps, SEARCH_SEED)["loss"] for rate in rates}
+    steps, found = track.choose_steps(Entry(side, lr=rates[0])), dict[float, float]()
+    for rate in rates:
+        result = track.run_in_time(Entry(side, lr=rate), steps, SEARCH_SEED)
+        steps, found[rate] = result["steps"], result["loss"]
     best = min(found, key=lambda rate: found[rate] if math.isfinite(found[rate]) else math.inf)
     listed = ", ".join(f"{rate:g}: {bits_per_byte(loss):.4f}" for rate, loss in found.items())
     note = f"Bits per byte of {NAMES[side]} by learning rate, seed {SEARCH_SEED}: {listed}."
@@ -196,7 +198,10 @@ def main() -> None:
         by_name = {entry.name: entry for entry in entries}
 
         def measure(name: str, seed: int) -> Measured:
-            return track.run_in_time(by_name[name], steps[by_name[name]], seed)
+            entry = by_name[name]
+            result = track.run_in_time(entry, steps[entry], seed)
+            steps[entry] = result["steps"]
+            return result
 
         runs = in_turn([*by_name], options.seeds, measure)
     bits = {name: [bits_per_byte(run["loss"]) for run in found] for name, found in runs.items()}
