@@ -34,7 +34,7 @@ CALIBRATION_ROWS = 8
 """Held-out rows of these runs."""
 MARGIN = 0.97
 """Fraction of the seconds that a run aims at, so that most runs end in time."""
-RATES = (1e-3, 3e-3, 9e-3)
+RATES = (3e-4, 1e-3, 3e-3)
 PEERS = ("hf", "lightning")
 NAMES = {"hf": "HF Trainer", "lightning": "Lightning", "nanogpt": "nanoGPT, its CPU recipe"}
 SMOKE = (
