@@ -136,8 +136,8 @@ class Track:
 
 def search_rate(
     track: Track, side: str, rates: Sequence[float], bits_per_byte: Callable[[float], float]
-) -> tuple[float, str]:
-    """Return the best of the learning rates of a peer, and a sentence about the search."""
+) -> tuple[float, int, str]:
+    """Return the best of the learning rates of a peer, the last number of steps, and a sentence about the search."""
     steps, found = track.choose_steps(Entry(side, lr=rates[0])), dict[float, float]()
     for rate in rates:
         result = track.run_in_time(Entry(side, lr=rate), steps, SEARCH_SEED)
@@ -147,7 +147,7 @@ def search_rate(
     note = f"Bits per byte of {NAMES[side]} by learning rate, seed {SEARCH_SEED}: {listed}."
     if len(rates) > 1 and best in (min(rates), max(rates)):
         note += " The best is at an end of the list, so a rate beyond it may be better."
-    return best, note
+    return best, steps, note
 
 
 def difference(values: Sequence[float], reference: Sequence[float]) -> str:
@@ -188,13 +188,15 @@ def main() -> None:
         def bits_per_byte(loss: float) -> float:
             return loss * float(prepared["tokens"]) / float(prepared["bytes"]) / math.log(2)
 
+        steps = dict[Entry, int]()
         if peers := installed(options.sides):
-            rate, note = search_rate(track, peers[0], options.rates, bits_per_byte)
+            rate, last_steps, note = search_rate(track, peers[0], options.rates, bits_per_byte)
             entries += [Entry(side, lr=rate) for side in peers]
+            steps[Entry(peers[0], lr=rate)] = last_steps
             notes.append(note)
         if nanogpt is not None:
             entries.append(Entry("nanogpt"))
-        steps = {entry: track.choose_steps(entry) for entry in entries}
+        steps |= {entry: track.choose_steps(entry) for entry in entries if entry not in steps}
         by_name = {entry.name: entry for entry in entries}
 
         def measure(name: str, seed: int) -> Measured:
