@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from support.devices import Operations
 from support.examples import examples
 
+from foundry.core.planned_device import plan_for
 from foundry.models.attention import kernel
 from foundry.models.attention.kernel import attend
 
@@ -76,6 +77,13 @@ def test_only_short_bf16_sequences_have_their_own_gradient():
     assert KERNEL not in backward_names(*make_inputs(1, 2, 2, 512, 512, 8))
     assert KERNEL in backward_names(*make_inputs(1, 2, 2, 513, 513, 8))
     assert KERNEL in backward_names(*make_inputs(1, 2, 2, 16, 16, 8, torch.float32))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_plan_for_gpus_counts_the_kernel_of_torch(device):
+    with plan_for(device):
+        names = backward_names(*make_inputs(1, 2, 2, 16, 16, 8))
+    assert (KERNEL in names) == (device == "cuda")
 
 
 def test_precision_of_other_matrix_products_stays():

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from foundry.core.planned_device import planned_device
+
 _MOST_KEYS = 512
 """Number of keys above which the gradient of torch is as fast on a CPU with AMX."""
 _PART_ELEMENTS = 2**18
@@ -42,7 +44,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = N
 
 def _has_own_gradient(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return (
-        query.device.type == "cpu"
+        (planned_device() or query.device.type) == "cpu"
         and query.dtype == key.dtype == value.dtype == torch.bfloat16
         and key.shape[2] <= _MOST_KEYS
         and torch.is_grad_enabled()
