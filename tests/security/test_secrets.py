@@ -4,7 +4,7 @@ import sys
 import pytest
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
-from support.composition import compose, configure
+from support.composition import compose, configure, forget_configs
 
 from foundry.config.composition.compose import install
 from foundry.config.record.frozen import hash_config, load_config, plain, save_config
@@ -22,7 +22,7 @@ def own_model(monkeypatch):
     """A model option with secret settings, and environment variables that hold secrets."""
     install()
     monkeypatch.setattr(redact, "_secrets", {})
-    configure.cache_clear()  # composition registers the secrets
+    forget_configs()  # composition registers the secrets
     node = {
         "_target_": "builtins.dict",
         "api_key": None,

@@ -76,10 +76,20 @@ EQUAL_RATES = ("optimizer.groups.embeddings.lr_mult=1", "optimizer.groups.head.l
 """Overrides of `optimizer=muon` for models without an embedding and a separate head."""
 
 
-@cache
 def configure(*overrides: str) -> Config:
-    """Compose a typed config, as for `run`; cached, because it is frozen."""
+    """Compose a typed config, as for `run`; cached for each FOUNDRY_CACHE, because it is frozen."""
+    return _configure(overrides, os.environ.get("FOUNDRY_CACHE"))
+
+
+@cache
+def _configure(overrides: tuple[str, ...], cache_dir: str | None) -> Config:
+    """Compose a config that contains the value of FOUNDRY_CACHE, `cache_dir`."""
     return to_config(compose(*overrides))
+
+
+def forget_configs() -> None:
+    """Let `configure` compose again."""
+    _configure.cache_clear()
 
 
 def allowed_by_hydra():
