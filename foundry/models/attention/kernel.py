@@ -45,14 +45,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = N
 def _has_own_gradient(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether `_ShortAttention` supports the tensors; torch's kernel needs tokens and contiguous heads too."""
     return (
-        (planned_device() or query.device.type) == "cpu"
+        not torch.compiler.is_compiling()  # first: the graph must not be divided at `planned_device`
+        and (planned_device() or query.device.type) == "cpu"
         and query.dtype == key.dtype == value.dtype == torch.bfloat16
         and query.shape[2] > 0
         and 0 < key.shape[2] <= _MOST_KEYS
         and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
         and torch.is_grad_enabled()
         and (query.requires_grad or key.requires_grad or value.requires_grad)
-        and not torch.compiler.is_compiling()
     )
 
 
