@@ -39,10 +39,11 @@ def errors(gradients, expected):
     head_dim=st.sampled_from((8, 16, 24)),
     kind=st.sampled_from(("causal", "full", "mask", "shared mask")),
     part=st.sampled_from((1, 2000, 2**18)),
+    block=st.sampled_from((1, 7, 128)),
     seed=st.integers(0, 2**16),
 )
 def test_outputs_have_the_bits_of_torch_and_gradients_are_as_precise(
-    batch, kv_heads, groups, queries, keys, head_dim, kind, part, seed
+    batch, kv_heads, groups, queries, keys, head_dim, kind, part, block, seed
 ):
     """A size of parts of 1 differentiates each head alone. A mask has queries that attend to no key."""
     torch.manual_seed(seed)
@@ -56,6 +57,7 @@ def test_outputs_have_the_bits_of_torch_and_gradients_are_as_precise(
     expected = torch.autograd.grad(exact_output, exact, grad.double())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "_PART_ELEMENTS", part)
+        patch.setattr(kernel, "_CAUSAL_QUERIES", block)
         own = attend(*inputs, mask=mask, is_causal=kind == "causal")
         gradients = torch.autograd.grad(own, inputs, grad)
     assert torch.equal(own, theirs)

@@ -16,6 +16,8 @@ _MOST_KEYS = 512
 """Number of keys above which the gradient of torch is as fast on a CPU with AMX."""
 _PART_ELEMENTS = 2**18
 """Number of attention weights that are computed at a time, 1 MiB in float32, which the cache of a core holds."""
+_CAUSAL_QUERIES = 128
+"""Number of consecutive queries that are differentiated together, without the keys that follow them."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -74,33 +76,38 @@ class _ShortAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, output, log_sums = ctx.saved_tensors
-        gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
+        grad_query = torch.empty_like(query)
+        grad_key, grad_value = torch.zeros(2, *key.shape, device=key.device)
         with _bf16_products():
-            for of_queries, of_keys in _parts(query, key):
+            for of_queries, of_keys in _parts(query, key, ctx.is_causal):
                 q, g, o, sums = (tensor[of_queries] for tensor in (query, grad, output, log_sums))
                 some_mask = mask if mask is None or len(mask) == 1 else mask[of_queries[0]]
-                parts = _differentiate(q, g, o, sums, key[of_keys], value[of_keys], some_mask, ctx.is_causal)
-                for gradient, part, place in zip(gradients, parts, (of_queries, of_keys, of_keys), strict=True):
-                    gradient[place] = part
-        return *gradients, None, None
+                first = of_queries[2].start if ctx.is_causal else None
+                parts = _differentiate(q, g, o, sums, key[of_keys], value[of_keys], some_mask, first)
+                grad_query[of_queries] = parts[0]
+                grad_key[of_keys] += parts[1]
+                grad_value[of_keys] += parts[2]
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
 
 
-_Place = tuple[slice, slice]
+_Place = tuple[slice, slice, slice]
+"""Rows, heads and tokens."""
 
 
-def _parts(query: Tensor, key: Tensor) -> Iterator[tuple[_Place, _Place]]:
-    """Yield rows and heads of the queries, and the same of their keys, that are differentiated together."""
+def _parts(query: Tensor, key: Tensor, is_causal: bool) -> Iterator[tuple[_Place, _Place]]:
+    """Yield parts of the queries, and the keys that they attend to, that are differentiated together."""
     (batch, heads, num_queries, _), (_, kv_heads, num_keys, _) = query.shape, key.shape
     groups = heads // kv_heads
-    size = max(1, _PART_ELEMENTS // (groups * num_queries * num_keys))
+    block = min(num_queries, _CAUSAL_QUERIES) if is_causal else num_queries
+    size = max(1, _PART_ELEMENTS // (groups * block * num_keys))
     num_rows, num_heads = max(1, size // kv_heads), min(size, kv_heads)
     for row in range(0, batch, num_rows):
         rows = slice(row, row + num_rows)
         for head in range(0, kv_heads, num_heads):
-            yield (
-                (rows, slice(head * groups, (head + num_heads) * groups)),
-                (rows, slice(head, head + num_heads)),
-            )
+            of_queries, of_keys = slice(head * groups, (head + num_heads) * groups), slice(head, head + num_heads)
+            for first in range(0, num_queries, block):
+                queries = slice(first, first + block)
+                yield (rows, of_queries, queries), (rows, of_keys, slice(queries.stop if is_causal else num_keys))
 
 
 def _differentiate(
@@ -111,9 +118,12 @@ def _differentiate(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    is_causal: bool,
+    first: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values in float32, of the same shapes."""
+    """Return the gradients of queries, keys and values in float32, of the same shapes.
+
+    Causal attention passes `first`, the position of the first query.
+    """
     scale = query.shape[-1] ** -0.5
     by_query = (*query.shape[:-1], key.shape[2])
     k, v = (_to_float(tensor).flatten(0, 1) for tensor in (key, value))
@@ -122,8 +132,8 @@ def _differentiate(
     means = o.mul_(g).sum(-1).view(log_sums.shape)  # of the gradients of the attention weights
     weights, scores = torch.bmm(q, k.mT), torch.bmm(g, v.mT)
     weights.view(by_query).mul_(scale).sub_(log_sums.unsqueeze(-1)).exp_()
-    if is_causal:
-        weights.view(by_query).tril_()
+    if first is not None:
+        weights.view(by_query).tril_(first)
     if mask is not None:
         weights.view(by_query).masked_fill_(~mask, 0.0)
     scores.view(by_query).sub_(means.unsqueeze(-1))
