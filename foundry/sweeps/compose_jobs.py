@@ -61,7 +61,7 @@ def _young_objects_collected() -> Iterator[None]:
     The configurations of all jobs stay in memory, and going through them again and again takes a third of the time.
     """
     threshold = gc.get_threshold()
-    gc.set_threshold(100_000, 1_000_000)
+    gc.set_threshold(10_000, 1_000_000)
     try:
         yield
     finally:

@@ -107,6 +107,19 @@ def test_interpolations_are_parsed_once_and_resolved_at_their_node(loader):
     assert omegaconf.base.parse is parse
 
 
+def test_arguments_of_resolvers_are_read_once_only_if_they_are_constants(loader):
+    """Each call receives its own containers, and references are resolved anew."""
+    calls = []
+    versions.register_resolver("noted", lambda *values: calls.append(values) or len(calls))
+    config = OmegaConf.create({"a": 1, "b": "${noted:1,null,x y,'${a}'}", "c": "${noted:true,1.5,'',[2]}"})
+    for number in (1, 2):
+        config.a = number
+        assert (config.b, config.c) == (2 * number - 1, 2 * number)
+        assert calls[-2:] == [(1, None, "x y", str(number)), (True, 1.5, "", [2])]
+        calls[-1][-1].append("own")
+    OmegaConf.clear_resolver("noted")
+
+
 @pytest.mark.skipif(not versions.IS_1_3, reason="Hydra 1.4 collects no choices")
 def test_choices_are_collected_only_for_defaults_lists_with_interpolations(tmp_path, monkeypatch):
     install()

@@ -113,7 +113,7 @@ def _check_choices(composed: DictConfig) -> Iterator[Violation]:
 
     Hydra accepts a list of options for a group: it merges them and records no choice.
     """
-    choices = OmegaConf.select(composed, "hydra.runtime.choices") or {}
+    choices = set(OmegaConf.select(composed, "hydra.runtime.choices") or {})
     override_node = OmegaConf.select(composed, "hydra.overrides.task")
     # Read the content: iterating over the node would resolve interpolations in the overrides.
     raw = [] if override_node is None else override_node._content

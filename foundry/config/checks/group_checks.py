@@ -1,6 +1,6 @@
 """Checks that read one group of a configuration only, done once for all configurations with the same group."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import is_dataclass
 from functools import cached_property
 from typing import Any
@@ -73,19 +73,20 @@ class GroupChecks:
         secrets to mask in messages. A group with an interpolation that cannot be resolved, or that resolves to a
         container, is checked anew.
         """
+        content: list[Hashable] = []
         try:
-            key = (name, len(known_secrets()), *_content(composed, name, composed._get_node(name)))
+            _content(composed, name, composed._get_node(name), content)
         except (OmegaConfBaseException, _ContainerReferenceError):
             return GroupCheck(composed, name)
-        return self._checks.setdefault(key, GroupCheck(composed, name))
+        return self._checks.setdefault((*content, len(known_secrets())), GroupCheck(composed, name))
 
 
 class _ContainerReferenceError(Exception):
     """Raised if an interpolation resolves to a container."""
 
 
-def _content(parent: DictConfig | ListConfig, key: Any, node: Any) -> Iterator[Hashable]:
-    """Yield the types and values of a node and of the nodes below it, in the order of the configuration.
+def _content(parent: DictConfig | ListConfig, key: Any, node: Any, content: list[Hashable]) -> None:
+    """Append the types and values of a node and of the nodes below it, in the order of the configuration.
 
     A value is its `repr`, which differs between 1, 1.0, "1" and true, and between 0.0 and -0.0.
 
@@ -93,16 +94,18 @@ def _content(parent: DictConfig | ListConfig, key: Any, node: Any) -> Iterator[H
         parent: parent of the node.
         key: key of the node in `parent`.
         node: the node.
+        content: list to append to.
     """
     value = node._content if isinstance(node, (DictConfig, ListConfig)) else node._value()
+    content.append(key)
     if isinstance(value, (dict, list)):
-        yield key, node._metadata.object_type, len(value)
+        content += node._metadata.object_type, len(value)
         for name, child in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _content(node, name, child)
+            _content(node, name, child, content)
     elif isinstance(value, str) and "${" in value:
         resolved = parent[key]
         if isinstance(resolved, Container):
             raise _ContainerReferenceError
-        yield key, value, node._metadata.ref_type, repr(resolved)
+        content += value, node._metadata.ref_type, repr(resolved)
     else:
-        yield key, repr(value)
+        content.append(repr(value))

@@ -19,7 +19,7 @@ def check_rungs(composed: DictConfig, config: Config, launch: Launch) -> Iterato
     If the run's length is known only with the data, the run checks its first rung itself.
     """
     sweeper = OmegaConf.select(composed, "hydra.sweeper")
-    pruner = None if sweeper is None else sweeper.get("pruner")
+    pruner = None if sweeper is None or "pruner" not in (sweeper._content or ()) else sweeper.get("pruner")
     node: Any = OmegaConf.to_container(pruner) if OmegaConf.is_dict(pruner) else None
     try:
         asha = ASHA.find(node)

@@ -26,6 +26,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.grammar_visitor import GrammarVisitor
 
 from foundry.config.composition.hydra_versions import (
     IS_1_3,
@@ -256,12 +257,29 @@ def store_lazily(name: str, make: Callable[[], DictConfig], *, group: str | None
 
 
 def cache_interpolations() -> None:
-    """Cache OmegaConf's parser, so that each interpolation is parsed once.
+    """Cache OmegaConf's parser, and the arguments of resolvers that are constants. Idempotent.
 
-    Parsing takes a third of the time of composing jobs.
+    So each interpolation is parsed once. Parsing takes a third of the time of composing jobs.
+
+    Raises:
+        UnsupportedHydraError: if this version of OmegaConf parses in another way.
     """
-    if not hasattr(parse := require(omegaconf.base, "parse", "value", "parser_rule", "lexer_mode"), "cache_info"):
-        omegaconf.base.parse = functools.lru_cache(4096)(parse)  # type: ignore[attr-defined]
+    parse = require(omegaconf.base, "parse", "value", "parser_rule", "lexer_mode")
+    visit = require(GrammarVisitor, "visitSequence", "self", "ctx")
+    if hasattr(parse, "cache_info"):
+        return
+
+    @functools.wraps(visit)
+    def visit_sequence(self: Any, ctx: Any) -> Iterator[Any]:
+        if (constants := getattr(ctx, "constants", None)) is not None:
+            return iter(constants)
+        elements = list(visit(self, ctx))
+        if "${" not in ctx.getText() and not any(isinstance(value, (list, dict)) for value, _ in elements):
+            ctx.constants = elements
+        return iter(elements)
+
+    omegaconf.base.parse = functools.lru_cache(4096)(parse)  # type: ignore[attr-defined]
+    GrammarVisitor.visitSequence = visit_sequence  # type: ignore[assignment]
 
 
 def skip_unused_choices() -> None:

@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
-from omegaconf import DictConfig, ListConfig, OmegaConf, ValueNode
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf, ValueNode
 from omegaconf.errors import InterpolationKeyError, InterpolationToMissingValueError, OmegaConfBaseException
 
 from foundry.config.composition.hydra_application import is_plugin
@@ -23,7 +23,7 @@ from foundry.core.errors import Violation, as_text, first_line
 def missing_values(parent: DictConfig | ListConfig, key: Any, path: str) -> Iterator[Violation]:
     """Yield an error for each value at or below `key` that is missing, cannot be resolved, or is not in a schema."""
     schema: Any = OmegaConf.get_type(parent)
-    field_names = None if schema is None else _field_names(schema)
+    field_names = _field_names(schema)
     node: Any = parent._get_child(key, validate_access=False)  # `OmegaConf.is_missing` takes four times as long
     if field_names is not None and key not in field_names:
         parent_path = path.rpartition(".")[0]
@@ -46,15 +46,24 @@ def missing_values(parent: DictConfig | ListConfig, key: Any, path: str) -> Iter
             if field_names is not None and schema is not Config and not _is_alike(node, value):
                 yield Violation(path, f"is {as_text(raw)}, which resolves to another kind of value; set {path}=...")
     elif isinstance(node, DictConfig) and not node._is_none():
-        for name in list(node):
-            yield from missing_values(node, name, f"{path}.{name}")
+        names = _field_names(cast(Any, OmegaConf.get_type(node)))
+        for name, child in cast(dict[Any, Any], node._content).items():
+            if not _is_plain(child) or (names is not None and name not in names):
+                yield from missing_values(node, name, f"{path}.{name}")
     elif isinstance(node, ListConfig) and not node._is_none():
-        for index in range(len(node)):
-            yield from missing_values(node, index, f"{path}[{index}]")
+        for index, child in enumerate(cast(list[Any], node._content)):
+            if not _is_plain(child):
+                yield from missing_values(node, index, f"{path}[{index}]")
+
+
+def _is_plain(node: Any) -> bool:
+    """Return whether a node is a single value that is neither missing nor an interpolation."""
+    value = node._value()
+    return isinstance(node, ValueNode) and (not isinstance(value, str) or (value != MISSING and "${" not in value))
 
 
 @cache
-def _field_names(schema: type[Any]) -> frozenset[str] | None:
+def _field_names(schema: Any) -> frozenset[str] | None:
     """Return the names of the fields of a schema; None for a mapping without a schema."""
     return frozenset(item.name for item in fields(schema)) if is_dataclass(schema) else None
 

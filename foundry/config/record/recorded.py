@@ -114,6 +114,7 @@ def variables(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield path, value
 
 
+@cache
 def built_in_targets(group: str) -> tuple[str, ...]:
     """Return the `_target_` of each built-in part of a group; empty if the group has no parts."""
     defaults = (item.default for s in group_schemas(group).values() for item in fields(s) if item.name == "_target_")

@@ -311,7 +311,9 @@ def resolve_num_tasks(composed: DictConfig) -> int:
     node = OmegaConf.select(composed, "hydra.launcher", throw_on_resolution_failure=False)
     if not isinstance(node, DictConfig):
         return 1
-    return int((node.get("tasks_per_node") or 1) * (node.get("nodes") or 1))
+    # In the content, since OmegaConf takes long to look up a key that is not in a schema.
+    names = [name for name in ("tasks_per_node", "nodes") if name in (node._content or ())]
+    return math.prod(int(node.get(name) or 1) for name in names)
 
 
 def check_launcher(composed: DictConfig) -> Iterator[Violation]:
