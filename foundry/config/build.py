@@ -1,4 +1,4 @@
-"""Instantiation of a part from its configuration."""
+"""Instantiation of a part from its configuration, and a check of its methods."""
 
 import inspect
 from collections.abc import Mapping
@@ -9,6 +9,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.composition.hydra_versions import instantiate, targets_allowed
+from foundry.core.errors import ConfigError, Violation
 
 HYDRA_KEYS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_", "_isolate_")
 """Keys that `hydra.utils.instantiate` interprets, at any depth of its argument; `_isolate_` since Hydra 1.4."""
@@ -32,6 +33,39 @@ def build(node: Any, *, optional: Mapping[str, Any] | None = None, **runtime: An
     part = instantiate(content)
     with targets_allowed(content):
         return part(**runtime, **_accepted_arguments(part, optional or {}))
+
+
+def check_methods(part: Any, base: type[Any], key: str) -> None:
+    """Check that a part has the methods of `base`, and that each accepts the arguments that a run passes, by position.
+
+    Args:
+        part: the part.
+        base: protocol or base class; its public methods are checked.
+        key: config key of the part.
+
+    Raises:
+        ConfigError: a method is missing, or does not accept the arguments.
+    """
+    kind = type(part).__name__
+    for name, member in vars(base).items():
+        if name.startswith("_") or not inspect.isfunction(member):
+            continue
+        passed = list(inspect.signature(member).parameters)[1:]
+        call = f"{name}({', '.join(passed)})"
+        method = getattr(part, name, None)
+        if not callable(method):
+            raise ConfigError(Violation(key, f"returns an object of type {kind}, which has no method {call}"))
+        try:
+            accepted = inspect.signature(method)
+        except ValueError:  # a method of a compiled extension
+            continue
+        try:
+            accepted.bind(*passed)
+        except TypeError:
+            names = [parameter.replace(annotation=parameter.empty) for parameter in accepted.parameters.values()]
+            own = f"{name}{accepted.replace(parameters=names, return_annotation=accepted.empty)}"
+            message = f"returns an object of type {kind}, whose {own} does not accept a call of {call}"
+            raise ConfigError(Violation(key, message)) from None
 
 
 def field_of(node: Any, name: str, default: Any = None) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from hydra.errors import InstantiationException
 
-from foundry.config.build import build
+from foundry.config.build import build, check_methods
 from foundry.config.metrics import check_metrics, val_metric_names
 from foundry.core.errors import ConfigError, Violation, first_line
 from foundry.core.protocols import Evaluator, Objective, RunContext, StopRule
@@ -21,8 +21,8 @@ def build_evaluators(run: RunContext, objective: Objective) -> dict[str, Evaluat
     """Build the evaluators by name, including the one that generates samples.
 
     Raises:
-        ConfigError: a metric of torchmetrics cannot be built, or a setting selects a metric that no evaluator declares,
-            although all evaluators declare their metrics.
+        ConfigError: a metric of torchmetrics cannot be built, an evaluator has no `evaluate` for these arguments, or a
+            setting selects a metric that no evaluator declares, although all evaluators declare their metrics.
     """
     evaluators, metric_names = dict[str, Evaluator](), list[str]()
     evaluation, data, are_known = run.config.evaluation, run.data, True
@@ -35,6 +35,7 @@ def build_evaluators(run: RunContext, objective: Objective) -> dict[str, Evaluat
             if "torchmetrics" not in node:
                 raise  # an error in a custom evaluator keeps its traceback
             raise ConfigError(Violation(f"evaluation.evaluators.{name}", first_line(str(error)))) from error
+        check_methods(evaluator, Evaluator, f"evaluation.evaluators.{name}._target_")
         names = node["metrics"] if "metrics" in node else getattr(evaluator, "metrics", None)
         are_known = are_known and names is not None
         metric_names += val_metric_names(names or ())
@@ -51,11 +52,18 @@ def build_evaluators(run: RunContext, objective: Objective) -> dict[str, Evaluat
 
 
 def build_stop_rules(run: RunContext, objective: Objective) -> dict[str, StopRule]:
-    """Build the stop rules by name, early stopping included."""
+    """Build the stop rules by name, early stopping included.
+
+    Raises:
+        ConfigError: a rule has no method of `StopRule`.
+    """
     evaluation = run.config.evaluation
     nodes = [(name, node) for name, node in evaluation.stop_rules.items() if node is not None]
     rules: dict[str, StopRule] = {"early_stopping": EarlyStopping(evaluation.early_stopping)}
-    return rules | {name: _build_for_evaluation(run, objective, node) for name, node in nodes}
+    for name, node in nodes:
+        rules[name] = _build_for_evaluation(run, objective, node)
+        check_methods(rules[name], StopRule, f"evaluation.stop_rules.{name}._target_")
+    return rules
 
 
 def _build_for_evaluation(run: RunContext, objective: Objective, node: Mapping[str, Any]) -> Any:

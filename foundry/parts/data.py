@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from foundry.config.build import build, field_of
+from foundry.config.build import build, check_methods, field_of
 from foundry.config.schemas.root import Config
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.simulator import Simulator
@@ -35,6 +35,7 @@ def build_simulator(node: Any) -> Simulator | None:
         return None
     settings = _simulator_settings(node)
     simulator: Simulator = build(fitting(settings, "simulator"))
+    check_methods(simulator, Simulator, "simulator._target_")
     stated = {name: settings.get(name) for name in ("state_dim", "action_dim")}
     built = {name: getattr(simulator, name) for name in stated}
     if wrong := [name for name, size in stated.items() if size not in (None, built[name])]:

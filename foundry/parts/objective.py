@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from foundry.config.build import build
+from foundry.config.build import build, check_methods
 from foundry.config.schemas.peft import LoRA
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.protocols import Objective
@@ -28,12 +28,14 @@ def with_defaults(part: Any) -> Objective:
     An objective with an attribute that is a key of `Task.objectives` also gets the members of that base class.
 
     Raises:
-        ConfigError: the object lacks `num_valid` or `loss`, or does not allow new attributes.
+        ConfigError: the object lacks `num_valid` or `loss`, does not allow new attributes, or has a method that does
+            not accept the arguments that a run passes.
     """
     bases: list[type[Any]] = [*objective_bases(part), Objective]
     for base in bases:
         if not isinstance(part, base):
             _complete(part, base)
+        check_methods(part, base, "objective._target_")
     return cast(Objective, part)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from foundry.config.build import build, field_of
+from foundry.config.build import build, check_methods, field_of
 from foundry.config.lengths import check_lengths, resolve_budget
 from foundry.config.schemas.evaluation import PatienceUnit
 from foundry.config.schemas.hparams import ScheduleUnit
@@ -70,6 +70,7 @@ def build_schedule(config: Config, budget: Budget) -> Schedule:
         steps = budget.batch_sizes.steps_at(phases.warmup)
         log.warning("scheduler.warmup=%s is longer than the run; using %g steps", config.scheduler.warmup, steps)
     schedule: Schedule = build(fitting(config.scheduler, "scheduler"), max_lr=config.hparams.lr, budget=budget)
+    check_methods(schedule, Schedule, "scheduler._target_")
     if isinstance(config.optimizer, Muon):
         schedule = _with_momentum_warmup(schedule, config.optimizer, budget)
     if budget.total_steps == 1 and schedule.lr(0, budget.total_samples) == 0:

@@ -39,6 +39,11 @@ class Enough:
 
     def load_state_dict(self, state):
         self.left = state["left"]
+
+
+class Incomplete:
+    def evaluate(self, model):
+        return {"success": 1.0}
 '''
 ROBOT = "+evaluation.evaluators.robot={_target_: own.Success, episodes: 4, metrics: [success]}"
 ONLY = ["~evaluation.evaluators.held_out", "evaluation.write_samples=false"]
@@ -93,6 +98,20 @@ def test_own_stop_rule_ends_the_run(run_command):
     result = read(run_command, "result.json")
     assert (result["step"], result["enough"]) == (2, 0)
     assert read(run_command, "status.json")["reason"] == "enough at 67%"
+
+
+@pytest.mark.parametrize(
+    ("part", "problem"),
+    [
+        ("evaluators", "whose evaluate(model) does not accept a call of evaluate(model, context)"),
+        ("stop_rules", "which has no method update(metrics, epoch, share)"),
+    ],
+)
+def test_part_without_a_method_is_refused_before_the_first_step(run_command, part, problem):
+    own = f"+evaluation.{part}.own={{_target_: own.Incomplete}}"
+    _, stderr = run_command(*TINY_LM, own, "hydra.run.dir=run", code=2)
+    assert stderr.startswith(f"evaluation.{part}.own._target_: returns an object of type Incomplete, {problem}\n")
+    assert not (run_command.cwd / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.long

@@ -118,6 +118,40 @@ def test_objects_without_num_valid_or_loss_are_refused(part, message):
     assert "\n" not in str(error.value)
 
 
+class OldRecord(Squared):
+    """Its `record` takes the arguments of an earlier version."""
+
+    rollouts = object()
+
+    def record(self, model, tokens, targets):
+        return {}
+
+
+class NoModel(Plain):
+    def loss(self, microbatch):
+        return LossSum(microbatch["x"].sum())
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            OldRecord,
+            "OldRecord, whose record(model, tokens, targets) does not accept a call of record(model, microbatch)",
+        ),
+        (NoModel, "NoModel, whose loss(microbatch) does not accept a call of loss(model, microbatch)"),
+        (
+            lambda: Wrapper(NoModel()),
+            "Wrapper, whose loss(microbatch) does not accept a call of loss(model, microbatch)",
+        ),
+    ],
+)
+def test_methods_that_do_not_accept_the_arguments_of_a_run_are_refused(kind, message):
+    with pytest.raises(ConfigError) as error:
+        with_defaults(kind())
+    assert str(error.value) == f"objective._target_: returns an object of type {message}"
+
+
 def test_objective_subclass_without_a_loss_is_abstract():
     class Half(Objective):
         num_valid = Squared.num_valid

@@ -57,7 +57,7 @@ def missing_values(parent: DictConfig | ListConfig, key: Any, path: str) -> Iter
 
 
 def _is_plain(node: Any) -> bool:
-    """Return whether a node is a single value that is neither missing nor an interpolation."""
+    """Return True for a node with a single value that is set and is no interpolation."""
     value = node._value()
     return isinstance(node, ValueNode) and (not isinstance(value, str) or (value != MISSING and "${" not in value))
 
