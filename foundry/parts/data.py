@@ -13,10 +13,15 @@ from foundry.parts.fitting import fitting
 
 
 def build_data(config: Config) -> DataSplits:
-    """Build the training and validation samples."""
-    data: DataSplits = build(
-        fitting(config.data, "data"), optional=offered_to_data(config.simulator), seed=config.hparams.seed
-    )
+    """Build the training and validation samples.
+
+    Raises:
+        ConfigError: the data is no `DataSplits`.
+    """
+    data = build(fitting(config.data, "data"), optional=offered_to_data(config.simulator), seed=config.hparams.seed)
+    if not isinstance(data, DataSplits):
+        message = f"returns an object of type {type(data).__name__} but must return foundry.DataSplits"
+        raise ConfigError(Violation("data._target_", message))
     return data
 
 

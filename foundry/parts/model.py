@@ -137,7 +137,10 @@ def _construct(config: Config, node: Any, **given: Any) -> nn.Module:
     target = field_of(node, "_target_")
     size = field_of(config.objective, "logprob_chunk_size")
     tile = {} if size is None or not _takes(target, _TILE) else {_TILE: size}
-    model: nn.Module = build(node, **_dropouts(config.objective, target), **tile, **given)
+    model = build(node, **_dropouts(config.objective, target), **tile, **given)
+    if not isinstance(model, nn.Module):
+        message = f"returns an object of type {type(model).__name__} but must return a torch.nn.Module"
+        raise ConfigError(Violation("model._target_", message))
     vocab_size = field_of(config.data, "vocab_size")
     add_log_probs(model, config.objective, vocab_size, tile_tokens=0 if tile or size is None else size)
     return model.train()  # transformers returns models in eval mode

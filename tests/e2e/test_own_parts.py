@@ -37,6 +37,19 @@ class Flat:
         return {}
 
 
+class FormerSchedule(Flat):
+    def lr(self, samples):
+        return self.max_lr
+
+
+def rows(*, seed, seq_len, vocab_size):
+    return [counting(seed=seed, seq_len=seq_len, vocab_size=vocab_size)]
+
+
+def description():
+    return {"layers": 2}
+
+
 class Judged(NextToken):
     def loss(self, model, microbatch):
         part = super().loss(model, microbatch)
@@ -143,6 +156,28 @@ def test_own_optimizer_must_take_each_trainable_parameter_once(run_command, name
     (line,) = [line for line in stderr.splitlines() if line.startswith("optimizer")]
     assert line.startswith(f"optimizer._target_: is own.{name}, which {message}")
     assert not (run_command.cwd / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("group", "option", "message"),
+    [
+        ("data", DATA.replace("counting", "rows"), "of type list but must return foundry.DataSplits"),
+        ("model", "_target_: own.description\n", "of type dict but must return a torch.nn.Module"),
+        (
+            "scheduler",
+            "_target_: own.FormerSchedule\n",
+            "of type FormerSchedule, whose lr(samples) does not accept a call of lr(samples_before, samples_after)",
+        ),
+    ],
+)
+def test_own_part_of_another_type_is_refused_before_the_first_step(run_command, group, option, message):
+    path = run_command.cwd / "conf" / group / "other.yaml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(option)
+    words = [word for word in SMALL if not word.startswith("model.")]  # which a model of another package may not have
+    _, stderr = run_command("--config-dir=conf", *words, "optimizer=whole", f"{group}=other", code=2)
+    assert f"{group}._target_: returns an object {message}\n" in stderr
+    assert not (run_command.cwd / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.long
