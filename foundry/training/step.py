@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from foundry.config.metrics import declared_metrics
 from foundry.config.schemas.guard import Guard
+from foundry.core.errors import ConfigError, Violation
 from foundry.core.protocols import HOST_ENTRIES, LossSum, Mean, Microbatch, Objective, Synchroniser, Window
 from foundry.parallel.grad_norm import clip_grad_norm_
 from foundry.parallel.precision import PrecisionPolicy
@@ -208,7 +209,7 @@ class TrainStep:
             on_device = to_device(microbatch, self._world.device)
             with self._sync.microbatch(first=index == 0, last=index == last):
                 with self._precision.autocast(self._world.device):
-                    part = self.objective.loss(self.model, on_device)
+                    part = _require_sum(self.objective.loss(self.model, on_device), self.objective)
                 total = part.loss * scale
                 scaled = total if self._scaler is None else self._scaler.scale(total)
                 torch.autograd.backward(scaled)
@@ -216,6 +217,27 @@ class TrainStep:
             add_metrics(metrics, part.metrics, num_valid[index])
         assert loss is not None, "a window holds at least one microbatch"
         return LossSum(loss, metrics)
+
+
+def _require_sum(result: Any, objective: Objective) -> LossSum:
+    """Return the result of an objective's `loss`.
+
+    Raises:
+        ConfigError: it is no `LossSum`, or its loss is not a single number with a gradient.
+    """
+    if not isinstance(result, LossSum):
+        problem = f"an object of type {type(result).__name__}"
+    elif result.loss.ndim:
+        problem = f"losses of shape {tuple(result.loss.shape)}"
+    elif not result.loss.requires_grad:
+        problem = "a loss without a gradient"
+    else:
+        return result
+    message = (
+        f"builds {type(objective).__name__}, whose loss() returns {problem} but must return a LossSum of "
+        "foundry.core.protocols, with the sum over the valid items"
+    )
+    raise ConfigError(Violation("objective._target_", message))
 
 
 def set_schedule(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -371,3 +372,25 @@ def test_batch_entries_read_by_the_host_stay_on_the_cpu():
         "position": "cpu",
         "longest_document": "cpu",
     }
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda part: part.loss, "an object of type Tensor"),
+        (lambda part: None, "an object of type NoneType"),
+        (lambda part: LossSum(part.loss.expand(2, 1)), "losses of shape (2, 1)"),
+        (lambda part: LossSum(part.loss.detach()), "a loss without a gradient"),
+    ],
+)
+def test_result_of_an_objective_that_is_no_sum_is_refused(change, problem):
+    class Changed(Squares):
+        def loss(self, model, microbatch):
+            return change(super().loss(model, microbatch))
+
+    model = linear()
+    before = weights(model)
+    message = "objective._target_: builds Changed, whose loss() returns {} but must return a LossSum of "
+    with pytest.raises(ConfigError, match=re.escape(message.format(problem))):
+        step_for(model, Changed())(window(), 1e-2, 1)
+    assert same(before, weights(model))
