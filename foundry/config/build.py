@@ -36,17 +36,26 @@ def build(node: Any, *, optional: Mapping[str, Any] | None = None, **runtime: An
 
 
 def check_methods(part: Any, base: type[Any], key: str) -> None:
-    """Check that a part has the methods of `base`, and that each accepts the arguments that a run passes, by position.
+    """Check the methods of a part before a run calls them; see `find_method_problem`.
+
+    Raises:
+        ConfigError: a method is missing, or does not accept the arguments; its key is `key`.
+    """
+    if problem := find_method_problem(part, base):
+        raise ConfigError(Violation(key, problem))
+
+
+def find_method_problem(part: Any, base: type[Any]) -> str | None:
+    """Find a method of a part that is missing, or that does not accept the arguments that a run passes by position.
 
     Args:
         part: the part.
-        base: protocol or base class; its public methods are checked.
-        key: config key of the part.
+        base: protocol or base class; its public methods have these arguments.
 
-    Raises:
-        ConfigError: a method is missing, or does not accept the arguments.
+    Returns:
+        The problem, to be put after the name of the part's function; None if there is no problem.
     """
-    kind = type(part).__name__
+    returns = f"returns an object of type {type(part).__name__}"
     for name, member in vars(base).items():
         if name.startswith("_") or not inspect.isfunction(member):
             continue
@@ -54,7 +63,7 @@ def check_methods(part: Any, base: type[Any], key: str) -> None:
         call = f"{name}({', '.join(passed)})"
         method = getattr(part, name, None)
         if not callable(method):
-            raise ConfigError(Violation(key, f"returns an object of type {kind}, which has no method {call}"))
+            return f"{returns}, which has no method {call}"
         try:
             accepted = inspect.signature(method)
         except ValueError:  # a method of a compiled extension
@@ -64,8 +73,8 @@ def check_methods(part: Any, base: type[Any], key: str) -> None:
         except TypeError:
             names = [parameter.replace(annotation=parameter.empty) for parameter in accepted.parameters.values()]
             own = f"{name}{accepted.replace(parameters=names, return_annotation=accepted.empty)}"
-            message = f"returns an object of type {kind}, whose {own} does not accept a call of {call}"
-            raise ConfigError(Violation(key, message)) from None
+            return f"{returns}, whose {own} does not accept a call of {call}"
+    return None
 
 
 def field_of(node: Any, name: str, default: Any = None) -> Any:

@@ -205,6 +205,24 @@ def test_environment_that_cannot_be_built_is_a_config_error(own):
         build_judge({"_target_": own, "units": 2})
 
 
+@pytest.mark.parametrize(
+    ("method", "problem"),
+    [
+        ("scores(self, answers)", "which has no method score(answers)"),
+        ("score(self, answers, rewards)", "whose score(answers, rewards) does not accept a call of score(answers)"),
+    ],
+)
+def test_environment_without_its_method_is_a_config_error(tmp_path, monkeypatch, method, problem):
+    (tmp_path / "scoring.py").write_text(f"class Scorer:\n    def {method}:\n        return []\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError) as error:
+        build_judge({"_target_": "scoring.Scorer"})
+    assert str(error.value) == (
+        "environment._target_: is scoring.Scorer, which cannot be built: TypeError: scoring.Scorer returns an object "
+        f"of type Scorer, {problem}"
+    )
+
+
 def test_builtin_environments_are_selected_and_weighted():
     judge = build_judge(configure("environment=arithmetic", ANSWERED).environment)
     (found,) = judge.judge([Answer("Answer: 12", columns={"answer": "12"})])

@@ -21,7 +21,7 @@ from foundry.core import stop_signals
 from foundry.core.errors import as_text, shortened, visible
 from foundry.core.foreign import ForeignData
 from foundry.core.safe_path import environment_of_module
-from foundry.generation.scoring import Answer
+from foundry.generation.scoring import Answer, Environment
 
 _START_SECONDS = 600.0
 """Timeout for importing and building the environment; long enough for a busy machine."""
@@ -209,11 +209,11 @@ def _serve() -> None:
         replies.flush()
 
     try:
-        from foundry.config.build import build
+        from foundry.config.build import build, find_method_problem
 
         environment = build(first["node"])
-        if not callable(getattr(environment, "score", None)):
-            raise TypeError(f"{first['node']['_target_']} has no method score(answers)")
+        if problem := find_method_problem(environment, Environment):
+            raise TypeError(f"{first['node']['_target_']} {problem}")
     except BaseException as error:  # including SystemExit and similar
         reply(first["number"], raised=_describe(error))
         return
