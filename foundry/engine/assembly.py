@@ -13,7 +13,7 @@ from foundry.checkpoint.resume_point import restore_rng
 from foundry.checkpoint.rng import seed_rng
 from foundry.checkpoint.saver import Checkpointer, NoCheckpoints
 from foundry.checkpoint.tensors import read_source_tensors
-from foundry.config.build import field_of
+from foundry.config.build import field_of, find_method_problem
 from foundry.config.record.frozen import plain, strict
 from foundry.config.sources import listed_paths
 from foundry.core.duration import Budget, Duration, Interval, check_rung
@@ -175,7 +175,10 @@ def _build_source(run: RunContext, trained: Trained) -> WindowSource:
         frozen=trained.frozen,
         pack_tokens=pack_tokens,
     )
-    return objective.build_source(context)
+    source = objective.build_source(context)
+    if problem := find_method_problem(source, WindowSource):
+        raise ConfigError(Violation("objective._target_", f"has a build_source() that {problem}"))
+    return source
 
 
 def _build_loader(run: RunContext, budget: Budget, all_samples: bool = False, pack_tokens: int | None = None) -> Loader:

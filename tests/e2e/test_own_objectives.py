@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from support.in_process import Commands
 from support.outcome import metrics, weights
 from support.tiny import TINY_LM
 from support.warm import WarmShell
@@ -85,6 +86,18 @@ class Repeated:
 
     def rewind(self, samples):
         self.loader.rewind(samples)
+
+
+class Unsaved(NextToken):
+    """Its source cannot be saved."""
+
+    def build_source(self, context):
+        return Windows(context.build_loader(False))
+
+
+class Windows:
+    def __init__(self, loader):
+        self.next_window, self.state_dict = loader.next_window, loader.state_dict
 '''
 SMALL = [*TINY_LM, "evaluation.write_samples=false", "tracking=none", "tracking.log_every_n_steps=1", "precision=fp32"]
 LAYOUTS = {
@@ -117,6 +130,15 @@ def test_frozen_reference_is_the_initial_model_on_all_layouts_and_on_resume(shel
     shell.run(*stay, "hydra.run.dir=whole", "scheduler.horizon=4")
     shell.run(*stay, "hydra.run.dir=cut", "scheduler.horizon=4")
     assert metrics(shell.cwd / "cut")[-2:] == metrics(shell.cwd / "whole")[-2:]
+
+
+def test_source_without_a_method_is_refused_before_the_first_step(tmp_path, cache):
+    (tmp_path / "own.py").write_text(OWN)
+    run_command = Commands(tmp_path, cache, {"PYTHONPATH": "."})
+    _, stderr = run_command(*SMALL, "objective._target_=own.Unsaved", "hydra.run.dir=run", code=2)
+    problem = "returns an object of type Windows, which has no method load_state_dict(state)"
+    assert f"objective._target_: has a build_source() that {problem}\n" in stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 @pytest.mark.long
