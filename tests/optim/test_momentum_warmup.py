@@ -162,6 +162,12 @@ def test_momentum_warmup_with_a_schedule_of_another_package_is_refused(monkeypat
         def lr(self, samples_before, samples_after):
             return 0.5**samples_after
 
+        def weight_decay(self, samples_before, samples_after):
+            return None
+
+        def state_dict(self):
+            return {}
+
     monkeypatch.setattr(optimization, "build", lambda *_, **__: Halving())
     with pytest.raises(ConfigError, match=r"momentum_warmup_start: is 0\.85 but needs a schedule of foundry, not Halv"):
         built("optimizer.momentum_warmup=0.25")
