@@ -55,7 +55,7 @@ def build_stop_rules(run: RunContext, objective: Objective) -> dict[str, StopRul
     """Build the stop rules by name, early stopping included.
 
     Raises:
-        ConfigError: a rule has no method of `StopRule`.
+        ConfigError: a rule lacks a method of `StopRule`, or the method does not accept the arguments of a run.
     """
     evaluation = run.config.evaluation
     nodes = [(name, node) for name, node in evaluation.stop_rules.items() if node is not None]

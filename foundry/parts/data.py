@@ -34,7 +34,8 @@ def build_simulator(node: Any) -> Simulator | None:
     """Build the simulator of the group `simulator`; return None if the group is empty.
 
     Raises:
-        ConfigError: the simulator cannot be built, or its `state_dim` or `action_dim` differs from its settings.
+        ConfigError: the simulator cannot be built, lacks a method of `Simulator`, or has another `state_dim` or
+            `action_dim` than its settings.
     """
     if field_of(node, "_target_") is None:
         return None

@@ -59,7 +59,8 @@ def build_schedule(config: Config, budget: Budget) -> Schedule:
     0.
 
     Raises:
-        ConfigError: the optimizer has a momentum warm-up, but the schedule is of another package.
+        ConfigError: the schedule lacks a method of `Schedule`, or the optimizer has a momentum warm-up but the schedule
+            is of another package.
     """
     own = constant_weight_decay(config.optimizer)
     start = getattr(config.scheduler, "start_weight_decay", None)

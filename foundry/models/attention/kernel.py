@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from foundry.core.planned_device import planned_device
 
 _MOST_KEYS = 512
-"""Number of keys above which the gradient of torch is as fast on a CPU with AMX."""
+"""Maximum number of keys; with more, the gradient of torch takes as long or less."""
 _PART_ELEMENTS = 2**18
 """Number of attention weights that are computed at a time, 1 MiB in float32, which the cache of a core holds."""
 _CAUSAL_QUERIES = 128
