@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
+from foundry.models.recomputation import recomputed
 from foundry.models.tensor_parallel import VocabularyShard
 
 IGNORED_TARGET = -100
@@ -87,7 +87,7 @@ def project_log_probs(
         output_options: dict[str, Any] = {"return_logits": return_logits, "read": read, "per_token": per_token}
         return read_log_probs(logits, targets, softcap=softcap, shard=shard, **output_options)
     tiles = [
-        checkpoint(_tile_log_probs, hidden_tile, weight, softcap, read, shard, *others, use_reentrant=False)
+        recomputed(_tile_log_probs, hidden_tile, weight, softcap, read, shard, *others)
         for hidden_tile, *others in zip(*_split(tile_tokens, hidden, targets, *per_token), strict=True)
     ]
     return _join_tiles(tiles, targets)
@@ -124,7 +124,7 @@ def read_log_probs(
     returned = soft_capped(logits, softcap) if return_logits else None
     if tile_tokens:
         tiles = [
-            checkpoint(_log_probs, logits_tile, softcap, read, shard, *others, use_reentrant=False)
+            recomputed(_log_probs, logits_tile, softcap, read, shard, *others)
             for logits_tile, *others in zip(*_split(tile_tokens, logits, targets, *per_token), strict=True)
         ]
         return _join_tiles(tiles, targets, returned)
