@@ -112,11 +112,19 @@ def generate(
     """
     model = model.module if isinstance(model, DistributedDataParallel) else model  # DDP only reduces gradients
     keys = range(len(prompts)) if keys is None else keys
-    sequences = [_Sequence(list(prompt), len(prompt), key) for prompt, key in zip(prompts, keys, strict=True)]
+    sequences = [
+        _Sequence(
+            list(prompt),
+            len(prompt),
+            key,
+            num_left=decoding.max_new_tokens if is_sliding else min(decoding.max_new_tokens, context - len(prompt)),
+        )
+        for prompt, key in zip(prompts, keys, strict=True)
+    ]
     if images is not None:
         for sequence, seen in zip(sequences, images, strict=True):
             sequence.images = seen
-    batch = _Batch(model, decoding, context=context, device=device, is_sliding=is_sliding, in_lockstep=in_lockstep)
+    batch = _Batch(model, decoding, context=context, device=device, in_lockstep=in_lockstep)
     was_training = model.training
     model.eval()
     try:
@@ -140,6 +148,7 @@ class _Sequence:
         tokens: the prompt and the generated tokens.
         num_prompt: number of tokens of the prompt.
         key: key of the random numbers.
+        num_left: number of tokens that may still be generated; 0 after a stop token.
         images: images of the prompt.
         uniforms: random number of each generated token.
         log_probs: recorded log-probabilities.
@@ -150,6 +159,7 @@ class _Sequence:
     tokens: list[int]
     num_prompt: int
     key: int
+    num_left: int
     images: Tensor | None = None
     uniforms: Sequence[float] = ()
     log_probs: list[float] = field(default_factory=list)
@@ -170,23 +180,22 @@ class _Batch:
         *,
         context: int,
         device: torch.device,
-        is_sliding: bool,
         in_lockstep: bool,
     ) -> None:
         self._model, self._decoding, self._context, self._device = model, decoding, context, device
-        self._is_sliding, self._in_lockstep = is_sliding, in_lockstep
+        self._in_lockstep = in_lockstep
         self._rows: list[_Sequence] = []  # in the order of the model's batch
         self._cache: Any = None
         self._has_repeats = False  # whether a prompt has several continuations
 
     def run(self, sequences: Sequence[_Sequence], batch_size: int, heartbeat: Callable[[str], None] | None) -> None:
         """Continue all sequences, at most `batch_size` at a time."""
-        waiting = [sequence for sequence in sequences if not self._leaves(sequence)]
+        waiting = [sequence for sequence in sequences if self._stays(sequence)]
         prompts = [tuple(sequence.tokens) for sequence in waiting]
         self._has_repeats = len(set(prompts)) < len(prompts)
         places = self._places(prompts, batch_size)
         while True:
-            is_active = [not self._leaves(sequence) for sequence in self._rows]
+            is_active = [self._stays(sequence) for sequence in self._rows]
             entering = [waiting[index] for index in places.enter(sum(is_active))]
             if not (any(is_active) or entering):
                 break
@@ -202,14 +211,9 @@ class _Batch:
         joins = cache is not None and cache.can_merge and longest <= self._context and not self._in_lockstep
         return Places(prompts, 1 if cache is None else batch_size, joins=joins)
 
-    def _is_done(self, sequence: _Sequence) -> bool:
-        """Return whether the sequence gets no more tokens."""
-        num_tokens = len(sequence.tokens)
-        is_full = not self._is_sliding and num_tokens >= self._context
-        return sequence.is_ended or is_full or num_tokens - sequence.num_prompt >= self._decoding.max_new_tokens
-
-    def _leaves(self, sequence: _Sequence) -> bool:
-        return sequence.steps >= self._decoding.max_new_tokens if self._in_lockstep else self._is_done(sequence)
+    def _stays(self, sequence: _Sequence) -> bool:
+        """Return whether a sequence enters the batch or stays in it."""
+        return sequence.steps < self._decoding.max_new_tokens if self._in_lockstep else sequence.num_left > 0
 
     def _drop_finished(self, is_active: Sequence[bool], *, makes_room: bool) -> None:
         """Remove finished rows for entering prompts, if the cache is full, or if they are half of the batch."""
@@ -235,7 +239,8 @@ class _Batch:
             num_left = max_new_tokens - min(sequence.steps for sequence in self._rows)
             self._cache, logits = self._read_windows(self._rows, num_left)
             return logits.float()
-        logits = self._forward(torch.tensor([row.tokens[-1:] for row in self._rows], device=self._device), self._cache)
+        last_tokens = torch.tensor([row.tokens[-1] for row in self._rows], device=self._device)
+        logits = self._forward(last_tokens[:, None], self._cache)
         if entering:
             cache, first_logits = self._read_windows(entering, 1)
             self._rows += entering
@@ -302,7 +307,8 @@ class _Batch:
     def _add(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
         for place, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
             row.steps += 1
-            if not self._is_done(row):
+            if row.num_left > 0:
                 row.tokens.append(token)
                 row.log_probs += log_probs[place : place + 1]
                 row.is_ended = token in self._decoding.stop_ids
+                row.num_left = 0 if row.is_ended else row.num_left - 1

@@ -120,6 +120,12 @@ class KVCache(Cache):
         num_layers: number of layers of the model.
         length: maximum number of columns.
         padding: as in `Cache`.
+
+    Attributes:
+        layers: cache of each layer.
+        shared: columns that several continuations share; None if there are none.
+        rotary: cosines and sines of the first positions, (positions, head_dim) each, which the model computes once;
+            None before its first call.
     """
 
     can_merge = True
@@ -128,6 +134,7 @@ class KVCache(Cache):
         super().__init__(length, padding)
         self.layers = [LayerCache(self) for _ in range(num_layers)]
         self.shared: SharedColumns | None = None
+        self.rotary: tuple[Tensor, Tensor] | None = None
 
     def expand(self, rows: Tensor) -> None:
         """Give several continuations to sequences that have been read once; arguments as in `Cache`.

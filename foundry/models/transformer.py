@@ -151,8 +151,8 @@ class Transformer(nn.Module):
         if seq_len > self.max_seq_len:
             raise ValueError(f"a sequence of {seq_len} tokens exceeds model.max_seq_len={self.max_seq_len}")
         head_dim = self.model.embed_tokens.embedding_dim // self.settings.num_heads
-        cos, sin = rotary_table(seq_len, head_dim, self.settings.rope_theta, tokens.device)
         if cache is None:
+            cos, sin = rotary_table(seq_len, head_dim, self.settings.rope_theta, tokens.device)
             packed: Documents | Branches | None = branches
             if documents is not None:
                 packed = Documents(documents, document_bounds)
@@ -163,6 +163,9 @@ class Transformer(nn.Module):
                 draws = _keyed_dropout(dropout_keys, documents, packed, seq_len)
             hidden = self.model(tokens, cos, sin, draws=draws, documents=packed)
         else:
+            if cache.rotary is None or len(cache.rotary[0]) < seq_len:
+                cache.rotary = rotary_table(cache.length, head_dim, self.settings.rope_theta, tokens.device)
+            cos, sin = cache.rotary
             positions = cache.positions(tokens.shape[0], tokens.shape[1], tokens.device)
             hidden = self.model(tokens, cos[positions].unsqueeze(1), sin[positions].unsqueeze(1), cache)[:, -1:]
             cache.advance(tokens.shape[1])

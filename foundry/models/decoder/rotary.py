@@ -21,6 +21,8 @@ def rotary_table(seq_len: int, head_dim: int, theta: float, device: torch.device
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary positions to x: (batch, heads, seq, head_dim); cos, sin: (..., seq, head_dim)."""
+    if not torch.is_grad_enabled():
+        return _turn(x, cos, sin)
     rotated: Tensor = _Rotation.apply(x, cos, sin)  # type: ignore[no-untyped-call]
     return rotated
 
