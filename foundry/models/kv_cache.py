@@ -123,7 +123,7 @@ class KVCache(Cache):
 
     Attributes:
         layers: cache of each layer.
-        shared: columns that several continuations share; None if there are none.
+        shared: columns that several continuations share; None before `expand`.
         rotary: cosines and sines of the first positions, (positions, head_dim) each, which the model computes once;
             None before its first call.
     """

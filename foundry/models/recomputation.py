@@ -16,8 +16,9 @@ from torch.autograd.graph import saved_tensors_hooks
 def recomputed(function: Callable[..., Any], tensor: Tensor, *arguments: Any) -> Any:
     """Call `function` without keeping the tensors that its backward pass needs; that pass calls the function again.
 
-    The results and gradients are those of the function. It must compute the same values in both calls, under the
-    autocast settings of the first one, and must not change its arguments.
+    Results and gradients are equal to those without recomputation. The second call has the autocast settings of the
+    first. The function must compute the same values in both calls, and must not change its arguments. The gradients
+    cannot be differentiated again.
 
     Args:
         function: the function, which draws no random numbers.
@@ -32,7 +33,7 @@ def recomputed(function: Callable[..., Any], tensor: Tensor, *arguments: Any) ->
 
 
 class _Recomputation:
-    """Tensors that a call saves for its backward pass; the arguments are those of `recomputed`."""
+    """Tensors that a call saves for its backward pass; takes the same arguments as `recomputed`."""
 
     def __init__(self, function: Callable[..., Any], tensor: Tensor, *arguments: Any) -> None:
         self._function, self._arguments = function, (tensor, *arguments)
