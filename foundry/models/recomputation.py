@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 
 def recomputed(function: Callable[..., Any], tensor: Tensor, *arguments: Any) -> Any:
     """Call `function` without keeping the tensors that its backward pass needs; that pass calls the function again.
 
-    Results and gradients are equal to those without recomputation. The second call has the autocast settings of the
-    first. The function must compute the same values in both calls, and must not change its arguments. The gradients
-    cannot be differentiated again.
+    Results and gradients are equal to those without recomputation. The second call has the autocast settings and the
+    random numbers of the first. The function must not change its arguments. The gradients cannot be differentiated
+    again.
 
     Args:
-        function: the function, which draws no random numbers.
+        function: the function, which may draw random numbers from torch's default generators.
         tensor: first argument of the function, on the device of the computation.
         arguments: further arguments of the function.
     """
@@ -46,6 +47,11 @@ class _Recomputation:
             }
             for kind in sorted({"cpu", tensor.device.type})
         ]
+        self._device_type = tensor.device.type
+        self._rng_state = torch.get_rng_state()
+        # As in `torch.utils.checkpoint`: a device that is not initialized, such as a rehearsed one, has no state.
+        has_state = getattr(getattr(torch, self._device_type, None), "_initialized", False)
+        self._devices, self._device_states = get_device_states(tensor) if has_state else ([], [])
         self._num_saved = 0
         self._tensors: dict[int, Tensor] = {}
 
@@ -67,6 +73,9 @@ class _Recomputation:
             tensors.append(tensor.detach())
 
         with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(self._devices, device_type=self._device_type))
+            torch.set_rng_state(self._rng_state)
+            set_device_states(self._devices, self._device_states, device_type=self._device_type)
             for settings in self._autocasts:
                 stack.enter_context(torch.autocast(**settings))
             stack.enter_context(torch.enable_grad())

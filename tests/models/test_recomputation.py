@@ -54,6 +54,22 @@ def test_recomputed_function_has_equal_results_and_gradients(seed, rows, is_auto
         assert torch.equal(repeated, value)
 
 
+def test_second_call_draws_the_random_numbers_of_the_first():
+    (x, weight), drawn = inputs(0), list[torch.Tensor]()
+
+    def function(x, weight):
+        drawn.append(torch.rand(5, 7))
+        return ((x @ weight).exp() * drawn[-1]).sum()
+
+    output = recomputed(function, x, weight)
+    following = torch.get_rng_state()
+    output.backward()
+    assert torch.equal(drawn[0], drawn[1])
+    assert torch.equal(torch.get_rng_state(), following)
+    expected = ((x @ weight).exp() * drawn[0]).sum()
+    assert torch.equal(x.grad, torch.autograd.grad(expected, x)[0])
+
+
 def test_function_is_called_once_without_gradients():
     (x, weight), calls = inputs(0), list[bool]()
     with torch.no_grad():
