@@ -110,7 +110,11 @@ def _groups(
     include: Set[nn.Parameter] | None = None,
     update: UpdateRule = UpdateRule.adam,
 ) -> list[dict[str, Any]]:
-    return param_groups(model, settings.weight_decay, asdict(settings.groups), include=include, update=update)
+    betas = None
+    if isinstance(settings, AdamSettings | MuonSettings) and update is UpdateRule.adam:
+        betas = settings.beta1, settings.beta2
+    groups = asdict(settings.groups)
+    return param_groups(model, settings.weight_decay, groups, include=include, update=update, betas=betas)
 
 
 def _moments(model: nn.Module, settings: AdamSettings | MuonSettings) -> dict[str, Any]:
@@ -125,6 +129,7 @@ def param_groups(
     *,
     include: Set[nn.Parameter] | None = None,
     update: UpdateRule = UpdateRule.adam,
+    betas: tuple[float, float] | None = None,
 ) -> list[dict[str, Any]]:
     """Split trainable parameters into parameter groups.
 
@@ -140,27 +145,53 @@ def param_groups(
         groups: the fields of `foundry.config.schemas.optimizer.ParamGroups`.
         include: parameters to include; None includes all.
         update: kind of the optimizer's update, which determines the learning rates of `width_rules`.
+        betas: decays of the moments of Adam or AdamW, unless a group sets others; None for other optimizers.
 
     Raises:
-        ConfigError: a group matches no trainable parameter, or two groups match the same parameter.
+        ConfigError: a group matches no trainable parameter, two groups match the same parameter, or a group sets a
+            decay of a parameter whose optimizer has no moments.
     """
     assignment, rules = _assign(model, groups or {}), _width_rules(model)
-    members: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
+    members: dict[tuple[float, float, tuple[float, ...], bool], list[nn.Parameter]] = {}
     for name, parameter in _inner(model).named_parameters():
         if parameter.requires_grad and (include is None or parameter in include):
-            group = assignment.get(parameter)
-            lr_mult, wd_mult = (
-                (1.0, None) if group is None else (float(group.get("lr_mult", 1.0)), group.get("wd_mult"))
-            )
+            group_name, group = assignment.get(parameter, ("", {}))
+            wd_mult = group.get("wd_mult")
             if wd_mult is None:
                 wd_mult = 0.0 if parameter.ndim < 2 else 1.0
             factor = rules.lr_factor(name, update)
-            key = (lr_mult * factor, float(wd_mult) / factor, is_sharded(parameter))
+            key = (
+                float(group.get("lr_mult", 1.0)) * factor,
+                float(wd_mult) / factor,
+                _betas(betas, group, f"optimizer.groups.{group_name}", name),
+                is_sharded(parameter),
+            )
             members.setdefault(key, []).append(parameter)
     return [
-        {"params": params, "weight_decay": weight_decay * wd_mult, "lr_mult": lr_mult, "wd_mult": wd_mult}
-        for (lr_mult, wd_mult, _), params in sorted(members.items(), key=lambda item: (item[0][1] == 0, item[0]))
+        {
+            "params": params,
+            "weight_decay": weight_decay * wd_mult,
+            "lr_mult": lr_mult,
+            "wd_mult": wd_mult,
+            **({"betas": decays} if decays else {}),
+        }
+        for (lr_mult, wd_mult, decays, _), params in sorted(
+            members.items(), key=lambda item: (item[0][1] == 0, item[0])
+        )
     ]
+
+
+def _betas(
+    defaults: tuple[float, float] | None, group: Mapping[str, Any], key: str, parameter_name: str
+) -> tuple[float, ...]:
+    """Return the decays of the moments of a parameter; an empty tuple for an optimizer without moments."""
+    given = {name: group[name] for name in ("beta1", "beta2") if group.get(name) is not None}
+    if defaults is not None:
+        return float(given.get("beta1", defaults[0])), float(given.get("beta2", defaults[1]))
+    for name, value in given.items():
+        message = f"is {value:g} but the group holds {parameter_name}, which AdamW does not update; narrow the group"
+        raise ConfigError(Violation(f"{key}.{name}", message))
+    return ()
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -204,8 +235,11 @@ def _kind(value: object) -> str:
     return "nothing" if value is None else f"an object of type {type(value).__name__}"
 
 
-def _assign(model: nn.Module, groups: Groups) -> dict[nn.Parameter, Mapping[str, Any]]:
-    """Map parameters to their groups; the group of embeddings or of the head is left out if it has default values."""
+def _assign(model: nn.Module, groups: Groups) -> dict[nn.Parameter, tuple[str, Mapping[str, Any]]]:
+    """Map parameters to the names and settings of their groups.
+
+    The group of embeddings or of the head is left out if it has default values.
+    """
     named_groups = {
         **{name: groups[name] for name in ("embeddings", "head") if not _is_neutral(groups.get(name, {}))},
         **{f"patterns.{name}": group for name, group in groups.get("patterns", {}).items()},
@@ -221,11 +255,11 @@ def _assign(model: nn.Module, groups: Groups) -> dict[nn.Parameter, Mapping[str,
                 other = assignment[parameter][0]
                 raise ConfigError(Violation(f"optimizer.groups.{name}", f"and {other} both hold {parameter_name}"))
             assignment[parameter] = name, group
-    return {parameter: group for parameter, (_, group) in assignment.items()}
+    return assignment
 
 
 def _is_neutral(group: Mapping[str, Any]) -> bool:
-    return group.get("lr_mult", 1.0) == 1.0 and group.get("wd_mult") is None
+    return group.get("lr_mult", 1.0) == 1.0 and all(group.get(key) is None for key in ("wd_mult", "beta1", "beta2"))
 
 
 def _members(model: nn.Module, name: str, match: str | None) -> list[tuple[str, nn.Parameter]]:

@@ -304,6 +304,54 @@ def test_embeddings_and_head_groups_have_their_own_multipliers(make, options):
     assert (rates["blocks.0.up.weight"], rates["blocks.0.norm.weight"]) == ((1.0, 0.3), (1.0, 0.0))
 
 
+DECAYS = {
+    "embeddings": {"beta1": 0.0},
+    "head": {"beta2": 0.6},
+    "patterns": {"norms": {"match": r"norm\.weight$", "beta1": 0, "beta2": 0.5}},
+}
+"""Groups that set decays of the moments."""
+
+
+def decays_of(name):
+    """Return the decays of a parameter of `WithHead` with the groups of DECAYS and the settings of ADAM."""
+    if name == "embedding.weight":
+        return 0.0, 0.97
+    if name.startswith("head."):
+        return 0.8, 0.6
+    return (0.0, 0.5) if name.endswith("norm.weight") else (0.8, 0.97)
+
+
+@pytest.mark.parametrize(
+    ("make", "theirs"), [(adamw, torch.optim.AdamW), (adam, torch.optim.Adam)], ids=["adamw", "adam"]
+)
+def test_groups_with_their_own_decays_of_moments_match_torch(make, theirs):
+    ours, reference = WithHead(), WithHead()
+    groups = [
+        {"params": [p], "betas": decays_of(name), "weight_decay": 0.1 if p.ndim >= 2 else 0.0}
+        for name, p in reference.named_parameters()
+        if p.requires_grad
+    ]
+    weights = train(ours, make(model=ours, groups=DECAYS, **ADAM))
+    for name, expected in train(reference, [theirs(groups, lr=1e-2, eps=1e-6)]).items():
+        torch.testing.assert_close(weights[name], expected, atol=1e-7, rtol=1e-6)
+
+
+def test_decays_of_groups_apply_to_adamw_beside_muon():
+    model = WithHead()
+    orthogonal, others = muon(model=model, groups=DECAYS, **MUON)
+    names = {p: name for name, p in model.named_parameters()}
+    assert all(group["betas"] == decays_of(names[p]) for group in others.param_groups for p in group["params"])
+    assert not any("betas" in group for group in orthogonal.param_groups)
+
+
+@pytest.mark.parametrize("beta", ["beta1", "beta2"])
+def test_decay_of_a_moment_of_a_matrix_that_muon_updates_is_refused(beta):
+    groups = {"patterns": {"first": {"match": r"blocks\.0", beta: 0.5}}}
+    message = rf"patterns\.first\.{beta}: is 0.5 but the group holds blocks\.0\.up\.weight, which AdamW does not update"
+    with pytest.raises(ConfigError, match=message):
+        muon(model=Model(), groups=groups, **MUON)
+
+
 def test_pattern_group_gives_vectors_weight_decay():
     groups = param_groups(Model(), 0.1, {"patterns": {"norms": {"match": r"norm\.weight$", "wd_mult": 2.0}}})
     held = {(g["lr_mult"], g["wd_mult"]): (len(g["params"]), g["weight_decay"]) for g in groups}
@@ -321,7 +369,7 @@ def test_pattern_group_matches_names_without_the_ddp_prefix():
 
 
 def test_neutral_embeddings_and_head_groups_are_omitted():
-    neutral = {"lr_mult": 1.0, "wd_mult": None}
+    neutral = {"lr_mult": 1.0, "wd_mult": None, "beta1": None, "beta2": None}
     assert len(param_groups(Model(), 0.1, {"embeddings": neutral, "head": neutral, "patterns": {}})) == 2
 
 

@@ -1,8 +1,8 @@
 """`optimizer=`: the optimizer, with weight decay and learning rate by parameter group."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -27,36 +27,45 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Multipliers:
-    """Multipliers of the learning rate and the weight decay for a group of parameters."""
+class GroupSettings:
+    """Settings of the optimizer for a group of parameters."""
 
     lr_mult: float = setting(1.0, "factor on the learning rate, in all phases of the schedule", ge=0)
     wd_mult: float | None = setting(
         None, "factor on the weight decay; null: 1 for matrices, 0 for biases, norms and other vectors", ge=0
     )
+    beta1: float | None = setting(
+        None, "decay of the first moment of Adam or AdamW; null: optimizer.beta1", ge=0, lt=1, since="0.1.0"
+    )
+    beta2: float | None = setting(
+        None, "decay of the second moment of Adam or AdamW; null: optimizer.beta2", ge=0, lt=1, since="0.1.0"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matched(Multipliers):
-    """Multipliers for parameters selected by name."""
+class Matched(GroupSettings):
+    """Settings for parameters selected by name."""
 
     match: str = setting("", "regular expression to search for in parameter names", parse=_pattern)
 
 
-def _is_factor(name: str, mapping: dict[str, Any]) -> bool:
-    """Return True if the multiplier `name` is missing, a number or, for `wd_mult`, null (default by parameter kind)."""
+_BETAS = ("beta1", "beta2")
+
+
+def _is_number(name: str, mapping: Mapping[str, Any]) -> bool:
+    """Return whether a setting of a group is missing, a number or, except for `lr_mult`, null."""
     value = mapping.get(name, 1.0)
-    return (value is None and name == "wd_mult") or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    return (value is None and name != "lr_mult") or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamGroups:
-    """Parameter groups with multipliers of learning rate and weight decay."""
+    """Parameter groups with their own settings."""
 
-    embeddings: Multipliers = field(default_factory=Multipliers)
-    head: Multipliers = field(default_factory=Multipliers)
+    embeddings: GroupSettings = field(default_factory=GroupSettings)
+    head: GroupSettings = field(default_factory=GroupSettings)
     patterns: dict[str, Any] = setting(
-        dict, "further groups by name: mappings of match (a regular expression), lr_mult and wd_mult"
+        dict, "further groups by name: mappings of match (a regular expression), lr_mult, wd_mult, beta1 and beta2"
     )
 
     def check(self) -> Iterator[Violation]:
@@ -72,10 +81,19 @@ class ParamGroups:
                 yield Violation(
                     f"{key}.match", f"is {mapping['match']!r} but must be a string found in parameter names"
                 )
-            elif wrong := [name for name in ("lr_mult", "wd_mult") if not _is_factor(name, mapping)]:
+            elif wrong := [name for name in names if name != "match" and not _is_number(name, mapping)]:
                 yield Violation(f"{key}.{wrong[0]}", f"is {mapping[wrong[0]]} but must be a number")
             else:
                 yield from check_fields(Matched(**mapping), key)
+
+    def betas(self) -> Iterator[tuple[str, float]]:
+        """Return the keys and values of all decays that groups set."""
+        groups = {"embeddings": asdict(self.embeddings), "head": asdict(self.head)}
+        groups |= {f"patterns.{name}": mapping for name, mapping in self.patterns.items() if isinstance(mapping, dict)}
+        for name, mapping in groups.items():
+            for beta in _BETAS:
+                if mapping.get(beta) is not None and _is_number(beta, mapping):
+                    yield f"optimizer.groups.{name}.{beta}", mapping[beta]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +144,14 @@ class AdamW(Adam):
     def check(self) -> Iterator[Violation]:
         """Check that moments stored in bf16 decay fast enough for its precision."""
         yield from super().check()
-        for name in ("beta1", "beta2") if self.moments_dtype is MomentsDtype.bf16 else ():
-            beta = getattr(self, name)
+        betas = [("optimizer.beta1", self.beta1), ("optimizer.beta2", self.beta2), *self.groups.betas()]
+        for key, beta in betas if self.moments_dtype is MomentsDtype.bf16 else ():
             if 1 - beta < _BF16_STEP:
                 message = (
                     f"is {beta:g}, but a moment stored in bf16 cannot decay by {1 - beta:.2g} of itself: choose at "
                     f"most {1 - _BF16_STEP:.4g}, or optimizer.moments_dtype=null"
                 )
-                yield Violation(f"optimizer.{name}", message)
+                yield Violation(key, message)
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
         """Check that the precision of the weights is sufficient for cautious weight decay."""
@@ -153,6 +171,12 @@ class SGD(Optimizer):
     _target_: str = "foundry.optimizers.sgd"
     momentum: float = setting(0.9, "decay of the velocity", ge=0, lt=1)
     nesterov: bool = setting(False, "use Nesterov momentum")
+
+    def check(self) -> Iterator[Violation]:
+        """Check that no group sets a decay of moments."""
+        yield from super().check()
+        for key, beta in self.groups.betas():
+            yield Violation(key, f"is {beta:g} but optimizer=sgd has no moments; remove it, or choose optimizer=adamw")
 
 
 class NsDtype(Enum):
@@ -227,7 +251,7 @@ class Muon(Optimizer):
         yield from _check_cautious_decay(self.cautious_weight_decay, run)
 
     def momentum_warmup_samples(self, budget: Budget, horizon: float) -> float | None:
-        """Return the length of the momentum warm-up in samples; None if there is none.
+        """Return the length of the momentum warm-up in samples; None without a warm-up.
 
         Args:
             budget: size of the run.
