@@ -34,9 +34,17 @@ def test_new_run_has_the_current_defaults(tmp_path):
 
 def test_begun_run_keeps_former_defaults_also_of_settings_that_its_record_lacks(recorded):
     config = compose(recorded, "scheduler.warmup=7")
-    assert [value(config, default.key) for default in FORMER_DEFAULTS] == [each.former for each in FORMER_DEFAULTS]
+    first_values = {default.key: default.former for default in reversed(FORMER_DEFAULTS)}
+    assert {key: value(config, key) for key in first_values} == first_values
     assert config.scheduler._target_ == "foundry.schedules.Cosine.from_durations"
     assert config.scheduler.warmup == "7"
+
+
+def test_begun_run_keeps_the_value_that_it_recorded_of_several_former_defaults(tmp_path):
+    groups = "groups: {embeddings: {lr_mult: 20.0}, head: {lr_mult: 2.0}}"
+    (tmp_path / CONFIG).write_text(FORMER.replace("beta1: 0.9", f"beta1: 0.8, {groups}"))
+    optimizer = compose(f"hydra.run.dir={tmp_path}").optimizer
+    assert (optimizer.beta1, optimizer.groups.embeddings.lr_mult, optimizer.groups.head.lr_mult) == (0.8, 20, 2)
 
 
 def test_checkpoint_to_resume_has_the_former_defaults(recorded, tmp_path):
@@ -49,7 +57,7 @@ def test_checkpoint_to_resume_has_the_former_defaults(recorded, tmp_path):
     ("word", "key"),
     [
         ("model.qk_norm=true", "model.qk_norm"),
-        ("optimizer.beta1=0.8", "optimizer.beta1"),
+        ("optimizer.beta1=0.5", "optimizer.beta1"),
         ("optimizer.groups.head.lr_mult=2", "optimizer.groups.head.lr_mult"),
         ("optimizer.groups={embeddings:{lr_mult:20}}", "optimizer.groups.embeddings.lr_mult"),
         ("scheduler=linear", "scheduler._target_"),

@@ -26,7 +26,8 @@ class FormerDefault:
     Attributes:
         choice: group and option that set it, such as `model=transformer`.
         key: dotted key of the setting.
-        former: former value; also the value of a run whose record lacks the setting.
+        former: former value; also the value of a run whose record lacks the setting. If a key has had several values,
+            the first of them.
         current: value of this version.
     """
 
@@ -39,10 +40,12 @@ class FormerDefault:
 FORMER_DEFAULTS = (
     FormerDefault("model=transformer", "model.qk_norm", former=False, current=True),
     FormerDefault("model=transformer", "model.zero_init_outputs", former=False, current=True),
-    FormerDefault("optimizer=muon", "optimizer.beta1", former=0.9, current=0.8),
+    FormerDefault("optimizer=muon", "optimizer.beta1", former=0.9, current=0.5),
+    FormerDefault("optimizer=muon", "optimizer.beta1", former=0.8, current=0.5),
     FormerDefault("optimizer=muon", "optimizer.beta2", former=0.95, current=0.99),
     FormerDefault("optimizer=muon", "optimizer.momentum_warmup_start", former=None, current=0.85),
-    FormerDefault("optimizer=muon", "optimizer.groups.embeddings.lr_mult", former=1.0, current=20.0),
+    FormerDefault("optimizer=muon", "optimizer.groups.embeddings.lr_mult", former=1.0, current=12.0),
+    FormerDefault("optimizer=muon", "optimizer.groups.embeddings.lr_mult", former=20.0, current=12.0),
     FormerDefault("optimizer=muon", "optimizer.groups.head.lr_mult", former=1.0, current=2.0),
 )
 
