@@ -126,7 +126,8 @@ def mean_and_interval(values: list[float]) -> str:
 def main() -> None:
     """Run all recipes, time the steps, and write the record."""
     cli = parser(__doc__)
-    cli.add_argument("--seeds", type=int, default=5, help="seeds of the default and the former default")
+    cli.add_argument("--seeds", type=int, default=5, help="seeds of the default")
+    cli.add_argument("--former-seeds", type=int, default=5, help="seeds of the former default")
     cli.add_argument("--option-seeds", type=int, default=2, help="seeds of the sides with one other option")
     cli.add_argument("--corpus-seeds", type=int, default=2, help="seeds of each other corpus")
     cli.add_argument("--jobs", type=int, default=1, help="runs at the same time; steps are timed one run at a time")
@@ -134,7 +135,8 @@ def main() -> None:
     cli.add_argument("--keep", type=Path, help="folder of the runs; finished runs in it are not repeated")
     options: argparse.Namespace = cli.parse_args()
     more = SMOKE if options.smoke else []
-    runs = [Run(DEFAULT_CORPUS, side, seed) for side in (RECIPE, FORMER) for seed in range(options.seeds)]
+    runs = [Run(DEFAULT_CORPUS, RECIPE, seed) for seed in range(options.seeds)]
+    runs += [Run(DEFAULT_CORPUS, FORMER, seed) for seed in range(options.former_seeds)]
     runs += [Run(DEFAULT_CORPUS, f"default with {name}", s) for name in OPTIONS for s in range(options.option_seeds)]
     runs += [
         Run(c, s, n)
