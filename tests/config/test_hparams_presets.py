@@ -1,9 +1,11 @@
-"""Each preset in conf/hparams needs no override except the few in `NEEDS`, such as data or environment."""
+"""Each preset in conf/hparams needs no override except the few in `NEEDS`, such as data or environment, and no
+experiment sets values of an optimizer."""
 
 import json
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from support.composition import configure
 
 from foundry.config.composition.compose import config_dir
@@ -57,3 +59,10 @@ def test_grpo_preset_reserves_half_of_each_sequence_for_the_prompt(words, seq_le
     config = configure("hparams=nemo_grpo", *(words[name] for name in NEEDS["nemo_grpo"]), *own)
     assert config.objective.max_new_tokens == config.data.max_new_tokens == config.data.seq_len // 2
     assert config.hparams.global_batch_size == config.objective.samples_per_rollout == 8
+
+
+def test_experiments_set_no_value_of_an_optimizer():
+    # It would also apply to any other optimizer that the user selects. Documents that are presets set their own.
+    experiments = {path: OmegaConf.load(path) for path in Path(config_dir(), "experiment").glob("*.yaml")}
+    assert experiments
+    assert not [path for path, option in experiments.items() if "optimizer" in option]
