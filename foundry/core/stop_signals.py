@@ -96,10 +96,22 @@ def outlive() -> None:
         if os.getppid() != parent:
             os._exit(code_of_signal(number))
 
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    def handle_by_default() -> None:
+        for signum in STOP_SIGNALS:
+            signal.signal(signum, signal.SIG_DFL)
+        unblock()
+
     for signum in STOP_SIGNALS:
         signal.signal(signum, ignore)  # programs started from here would inherit SIG_IGN or a blocked signal
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    os.register_at_fork(after_in_child=lambda: [signal.signal(signum, signal.SIG_DFL) for signum in STOP_SIGNALS])
+    unblock()
+    os.register_at_fork(  # a signal to a new process remains pending until its handler is the default one
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS),
+        after_in_parent=unblock,
+        after_in_child=handle_by_default,
+    )
 
 
 def end_with_parent(parent: int | None = None) -> None:

@@ -36,6 +36,18 @@ class Ending:
         return [{"program": program.wait(), "fork": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}]
 
 
+class Forking:
+    """Sends SIGTERM to a fork of this process before the fork has finished; the score is the exit code of the fork."""
+
+    def score(self, answers):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.kill(child, signal.SIGTERM)
+        return [{"fork": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}]
+
+
 def started(kind):
     return Worker({"_target_": f"{__name__}.{kind.__name__}"}, timeout_seconds=30)
 
@@ -82,4 +94,10 @@ def test_environment_process_survives_a_signal_during_its_start(monkeypatch):
 def test_child_processes_of_an_environment_end_on_sigterm():
     worker = started(Ending)
     assert worker.score([Answer("a")]) == [{"program": -signal.SIGTERM, "fork": -signal.SIGTERM}]
+    worker.close()
+
+
+def test_fork_of_an_environment_ends_on_a_signal_during_the_fork():
+    worker = started(Forking)
+    assert worker.score([Answer("a")]) == [{"fork": -signal.SIGTERM}]
     worker.close()
