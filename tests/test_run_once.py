@@ -10,16 +10,18 @@ from support.scripts import ROOT
 FILE = """
 import os
 import pytest
+from hypothesis import given, settings, strategies
 from support.examples import examples
 
-NUMBER = examples(10)
-
-def test_quick(): pass
+def test_quick(): assert examples(10) in (2, 10)
 def test_quick_and_more(): pass
 @pytest.mark.parametrize("text", ["a b", "é", "x"])
 def test_texts(text): assert text != "x"
 @pytest.mark.long
-def test_long(): assert NUMBER == 10
+def test_long(): assert examples(10) == 10
+@settings(max_examples=examples(10), database=None)
+@given(strategies.integers())
+def test_drawn(number): pass
 @pytest.fixture
 def tool():
     if "TOOL" not in os.environ:
@@ -51,12 +53,21 @@ def test_calls_with_one_record_run_every_test_once(tmp_path):
         assert len(set(lines)) == len(lines)
         return {(line.split("::")[1], line.split()[0]) for line in lines if " test_plain" in line}, lines
 
-    everywhere = {"test_quick", "test_quick_and_more", "test_texts[a b]", "test_texts[\\xe9]", "test_texts[x]"}
+    everywhere = {
+        "test_quick",
+        "test_quick_and_more",
+        "test_texts[a b]",
+        "test_texts[\\xe9]",
+        "test_texts[x]",
+        "test_drawn",
+    }
     first, lines = call()
     assert first == {(name, "ran") for name in everywhere} | {("test_tool", "skipped"), ("test_gpu", "skipped")}
-    assert {line.split()[0] for line in lines if " test_any" in line} == {"part", "skipped"}
+    reduced = {line for line in lines if line.startswith("part ")}
+    assert reduced == {"part test_any.py::test_quick", "part test_any.py::test_drawn"}
     second, lines = call("-m", "long or not long", TOOL="yes")
     assert second == {("test_long", "ran"), ("test_tool", "ran"), ("test_gpu", "skipped")}
-    assert sum(line.startswith("ran test_any") for line in lines) == 7, "those with drawn examples run with all of them"
+    again = {line.split("::")[1] for line in lines if line.startswith("ran test_any")}
+    assert again == {"test_quick", "test_drawn", "test_long", "test_tool"}, "reduced tests run with all examples"
     third, _ = call("-m", "long or not long", TOOL="yes")
     assert third == {("test_gpu", "skipped")}

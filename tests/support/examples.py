@@ -9,15 +9,26 @@ FRACTION = 5
 
 @dataclass
 class _Selection:
+    """State of `examples`.
+
+    Attributes:
+        is_all: all examples are selected.
+        has_reduced: `examples` has reduced a number since this was last set to False.
+    """
+
     is_all: bool = False
+    has_reduced: bool = False
 
 
 selection = _Selection()
 
 
 def examples(number):
-    """Return the number of examples to run, of `number` in total."""
-    return number if selection.is_all else max(1, number // FRACTION)
+    """Return the number of examples to run, of `number` in total. Call it in a test or in the settings of one."""
+    if selection.is_all:
+        return number
+    selection.has_reduced = True
+    return max(1, number // FRACTION)
 
 
 def long_case(*values):

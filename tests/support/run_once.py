@@ -13,6 +13,12 @@ from support.examples import examples, selection
 _PART = "part of the examples"
 
 
+def _is_reduced(item):
+    """Return whether the settings of a hypothesis test call `examples`, and it has reduced their number."""
+    is_hypothesis_test = getattr(item.function, "is_hypothesis_test", False)
+    return is_hypothesis_test and not selection.is_all and getattr(item.module, "examples", None) is examples
+
+
 class RunOnce:
     """Pytest plugin that deselects completed tests and records the outcome of the remaining tests.
 
@@ -29,8 +35,18 @@ class RunOnce:
     def pytest_collection_modifyitems(self, config, items):
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self._completed])
         items[:] = [item for item in items if item.nodeid not in self._completed]
-        for item in items:
-            if not selection.is_all and getattr(item.module, "examples", None) is examples:
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item):
+        selection.has_reduced = False
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        try:
+            return (yield)
+        finally:
+            if selection.has_reduced or _is_reduced(item):
                 item.user_properties.append((_PART, True))
 
     def pytest_runtest_logreport(self, report):
