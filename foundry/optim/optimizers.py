@@ -145,7 +145,7 @@ def param_groups(
         groups: the fields of `foundry.config.schemas.optimizer.ParamGroups`.
         include: parameters to include; None includes all.
         update: kind of the optimizer's update, which determines the learning rates of `width_rules`.
-        betas: decays of the moments of Adam or AdamW, unless a group sets others; None for other optimizers.
+        betas: default decay rates of the moments of Adam and AdamW; None for other optimizers.
 
     Raises:
         ConfigError: a group matches no trainable parameter, two groups match the same parameter, or a group sets a
